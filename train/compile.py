@@ -162,7 +162,8 @@ def compiled(
         )
     config = on(config, pod)
     axes, locals = config.workers.axes, config.workers.locals
-    mesh = pod.mesh(node=pod.groups, local=locals, **axes)
+    sizes: dict[str, Any] = {"node": pod.groups, "local": locals, **axes}
+    mesh = pod.mesh(**sizes)
     workers = lj.Workers(mesh=mesh, axes=("node", "local"))
     task = task_of(config, warn=lambda text: print(text, file=sys.stderr))
     source = task.forward.source

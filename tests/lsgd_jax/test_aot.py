@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from lsgd_jax import aot
-from lsgd_jax._src.aot import memory, pod
+from lsgd_jax._src.aot import links, memory, pod
 from lsgd_jax._src.aot.collectives import Placement, collectives_of
 from lsgd_jax._src.aot.groups import groups_of
 from lsgd_jax._src.aot.hlo import Program
@@ -89,6 +89,39 @@ def test_a_collective_beside_products_in_one_fusion_is_hidden():
         text += f"  %f.{name} = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%{name}\n"
     (each,) = found(text + "}\n", splits=True).values()
     assert each.overlap == 1.0 and each.times == 1 and each.sent == 3 / 4 * 32 * 4
+
+
+def test_a_reduce_scatter_in_a_fusion_of_tpus_is_no_all_reduce():
+    """XLA for TPUs writes it as an all-reduce of which a device keeps a slice."""
+    text = HEAD + (
+        "%all-reduce-scatter.2 (x: bf16[64,8]) -> bf16[16,8] {\n"
+        "  %x = bf16[64,8]{1,0} parameter(0)\n"
+        "  %r = bf16[64,8]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add\n"
+        "  ROOT %s = bf16[16,8]{1,0} dynamic-slice(%r), dynamic_slice_sizes={16,8}\n}\n\n"
+        "ENTRY %main (x: bf16[64,8]) -> bf16[16,8] {\n"
+        "  %x = bf16[64,8]{1,0} parameter(0)\n"
+        "  ROOT %f = bf16[16,8]{1,0} fusion(%x), calls=%all-reduce-scatter.2\n}\n"
+    )
+    (each,) = found(text, splits=True).values()
+    assert each.kind == "reduce-scatter" and each.bytes == 16 * 8 * 2
+    assert each.sent == 3 / 4 * 64 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    "kind, places, sizes, of, share",
+    [
+        ("all-gather", [(x, y) for x in range(4) for y in range(4)], (4, 4), 4, 2 / 4),
+        ("all-gather", [(x, 0) for x in range(16)], (16, 16), 4, 2 / 4),
+        ("all-gather", [(0, y) for y in range(0, 16, 2)], (16, 16), 4, 0.5 / 4),
+        ("all-gather", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)], (2, 2, 1), 6, 2 / 6),
+        ("all-gather", [(0, 0, z) for z in range(4)], (4, 4, 4), 6, 2 / 6),
+        ("all-gather", [(0, 0, 0), (0, 0, 0)], (2, 2, 1), 6, 1.0),
+        ("all-to-all", [(x, 0) for x in range(16)], (16, 16), 4, 0.5 / 4),
+        ("collective-permute", [(0, 0), (1, 1)], (4, 4), 4, 1 / 4),
+    ],
+)
+def test_a_group_has_the_links_of_its_axes(kind, places, sizes, of, share):
+    assert links.share(kind, places, sizes, of) == share
 
 
 @pytest.mark.parametrize(
@@ -158,9 +191,9 @@ def test_a_report_is_a_small_table_and_json(tmp_path):
     report = small()
     lines = str(report).splitlines()
     assert lines[0].startswith("1 host of cpu: 8 devices; 100 Gbit/s per host")
-    assert lines[1].split()[:4] == ["program", "share", "of", "steps"]
-    assert len(lines) == 7 and len(set(map(len, lines[1:5]))) == 1
-    assert "not measured" in lines[-1]
+    assert lines[1].split()[:4] == ["program", "share", "compile,", "s"]
+    assert len(lines) == 8 and len(set(map(len, lines[1:5]))) == 1
+    assert lines[5].startswith("All programs together: ") and "not measured" in lines[-1]
     read = json.loads(report.to_json())
     assert [p["name"] for p in read["programs"]] == [p.name for p in report.programs]
     with pytest.raises(ValueError, match="no figures of this chip are known"):
@@ -200,6 +233,54 @@ def test_an_option_of_gpus_is_proposed_for_messages_that_wait():
     assert f"option {option}=4;" in str(on_gpus(waits)) and option not in str(waits)
     assert option not in str(on_gpus(priced(across=1e9, overlap=1.0)))
     assert aot.overlap_options(5) == {option: 8}
+
+
+def test_other_assumptions_need_no_compilation():
+    report = priced(across=0.5e9).at(latency=0.25, efficiency=0.5)
+    # Two seconds of compute; two messages of two seconds, and the latency of each.
+    assert report.seconds(report.programs[0]) == aot.Seconds(2.0, 0, 0, 4.5, 0)
+    slower = report.calibrated(12.5)
+    assert slower.efficiency == pytest.approx(1 / 8) and slower.bandwidth == 1e9
+    one = report.calibrated(5.5, report.programs[0])
+    assert one.seconds(one.programs[0]).compute == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="must be above the 4.5 s of exposed"):
+        report.calibrated(4.0)
+
+
+def test_a_report_for_another_period_needs_no_compilation():
+    report = small().over(lj.lsgd(0.1, 0.1, 4, 16))
+    assert [p.share for p in report.programs] == [3 / 16, 1 / 16, 3 / 4]
+    with pytest.raises(ValueError, match="must have the phases of the report"):
+        small().over(lj.diloco(4))
+
+
+def test_code_of_all_programs_lies_in_memory_at_once(monkeypatch):
+    def report(code, unit="slice"):
+        programs = [
+            dataclasses.replace(
+                priced().programs[0], memory=aot.Memory(14 * 2**30, 0, 0, 0, x)
+            )
+            for x in code
+        ]
+        cluster = dataclasses.replace(priced().pod, unit=unit)
+        return aot.Report(cluster, tuple(programs))
+
+    two, four = report([2**29] * 2), report([2**29] * 5)
+    assert two.programs[0].memory.peak == 14.5 * 2**30 and two.hbm == 15 * 2**30
+    assert two.fits and not four.fits and "All programs together: 16.5 GiB" in str(four)
+    # On GPUs jax takes three quarters of the memory.
+    assert not report([0], "host").fits
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
+    assert report([0], "host").fits
+
+
+def test_several_steps_are_compared_in_one_table():
+    both = aot.Comparison({"quiet": priced(), "due": priced(across=0.5e9)})
+    lines = str(both).splitlines()
+    assert lines[1].split()[:2] == ["step", "programs"] and both.fits
+    assert [line.split()[0] for line in lines[2:4]] == ["quiet", "due"]
+    assert lines[3].split()[-1] == "5e+03" and "means over all steps" in lines[4]
+    assert set(json.loads(both.to_json())) == {"quiet", "due"}
 
 
 def test_a_figure_is_drawn(tmp_path, monkeypatch):
@@ -261,6 +342,19 @@ def test_a_step_of_ones_own_is_reported_in_all_its_stages():
         (program,) = report.programs
         assert [c.kind for c in program.collectives] == ["all-reduce"]
     assert reports[0].programs[0].flops == 2 * 64**3
+
+
+def test_a_step_of_ones_own_has_phases():
+    method, x = lj.diloco(4), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    step = jax.jit(lambda x, phase: x if phase.is_quiet else x @ x, static_argnums=1)
+    steps = {phase: step.trace(x, phase) for phase in method.phases()}
+    report = aot.report_of(steps, method=method)
+    assert [(p.name, p.share) for p in report.programs] == [
+        ("send 0, land 0", 0.25),
+        ("quiet", 0.75),
+    ]
+    assert report.mean(lambda p: p.flops) == 2 * 64**3 / 4
+    aot.check_quiet(report)
 
 
 # Errors, one line each

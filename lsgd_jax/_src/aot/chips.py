@@ -12,8 +12,14 @@ class Chip(NamedTuple):
       memory: bytes of HBM; for GPUs, those that XLA may use.
       flops: peak bfloat16 operations per second, without sparsity.
       memory_bandwidth: bytes per second between HBM and the chip.
-      link: bytes per second that a device can send to others in its slice or host.
+      link: bytes per second that a device can send to others in its slice or host, over all
+        of its links.
       source: the page with these figures.
+      network: bytes per second that a device can send to other slices or hosts: its share
+        of the network of its host.
+      links: the number of links of a chip in its torus; 0 where a switch connects devices.
+      efficiency: the share of the peak that training reached in published runs, with what
+        is recomputed.
     """
 
     name: str
@@ -23,78 +29,27 @@ class Chip(NamedTuple):
     memory_bandwidth: float
     link: float
     source: str
+    network: float = 3.125e9
+    links: int = 0
+    efficiency: float = 0.5
 
 
 GIB = 2**30
 GOOGLE, NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/en-us/"
 
-# Links are half of the published numbers, which add both directions.
+# Links are half of the published numbers, which add both directions. The network of TPUs is
+# that of https://jax-ml.github.io/scaling-book/tpus, of GPUs one adapter of 200 (A100) or
+# 400 Gbit/s each. docs/results/pods.md has the runs behind the efficiency.
 TPUS = {
-    chip.name: chip
-    for chip in (
-        Chip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, f"{GOOGLE}v5e"),
-        Chip("v5p", "TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, f"{GOOGLE}v5p"),
-        Chip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, f"{GOOGLE}v6e"),
+    name: Chip(name, *figures[:5], f"{GOOGLE}{name}", *figures[5:])
+    for name, figures in {
+        "v5e": ("TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, 3.125e9, 4, 0.8),
+        "v5p": ("TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, 6.25e9, 6, 0.75),
+        "v6e": ("TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, 12.5e9, 4, 0.55),
         # jax has two devices per chip; each has half of the published figures.
-        Chip("tpu7x", "TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, f"{GOOGLE}tpu7x"),
-    )
+        "tpu7x": ("TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, 6.25e9, 6, 0.55),
+    }.items()
 }
-GPUS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            "a100",
-            "NVIDIA A100-SXM4-80GB",
-            85100068864,
-            312e12,
-            2039e9,
-            300e9,
-            f"{NVIDIA}data-center/a100/",
-        ),
-        Chip(
-            "h100",
-            "NVIDIA H100 80GB HBM3",
-            84942979072,
-            989e12,
-            3350e9,
-            450e9,
-            f"{NVIDIA}data-center/h100/",
-        ),
-        Chip(
-            "h200",
-            "NVIDIA H200 141GB HBM3e",
-            151397597184,
-            989e12,
-            4800e9,
-            450e9,
-            f"{NVIDIA}data-center/h200/",
-        ),
-        Chip(
-            "b200",
-            "NVIDIA B200",
-            191514411008,
-            2250e12,
-            7700e9,
-            900e9,
-            f"{NVIDIA}data-center/dgx-b200/",
-        ),
-    )
-}
-
-
-def chip(name: str) -> Chip:
-    """Returns the public figures of a chip.
-
-    Raises:
-      ValueError: an unknown name.
-
-    >>> chip("v5e").flops
-    197000000000000.0
-    """
-    known = TPUS | GPUS
-    if name not in known:
-        raise ValueError(f"`chip` must be one of {', '.join(known)}, got chip={name!r}")
-    return known[name]
 
 
 class Target(NamedTuple):
@@ -153,3 +108,28 @@ TARGETS = {
         *(7672320000000, 132644864, 1.965, 191514411008),
     ),
 }
+FIGURES = {
+    "a100": (312e12, 2039e9, 300e9, f"{NVIDIA}data-center/a100/", 25e9),
+    "h100": (989e12, 3350e9, 450e9, f"{NVIDIA}data-center/h100/", 50e9),
+    "h200": (989e12, 4800e9, 450e9, f"{NVIDIA}data-center/h200/", 50e9),
+    "b200": (2250e12, 7700e9, 900e9, f"{NVIDIA}data-center/dgx-b200/", 50e9),
+}
+GPUS = {
+    name: Chip(name, x.name, x.memory, *FIGURES[name], efficiency=0.4)
+    for name, x in TARGETS.items()
+}
+
+
+def chip(name: str) -> Chip:
+    """Returns the public figures of a chip.
+
+    Raises:
+      ValueError: an unknown name.
+
+    >>> chip("v5e").flops
+    197000000000000.0
+    """
+    known = TPUS | GPUS
+    if name not in known:
+        raise ValueError(f"`chip` must be one of {', '.join(known)}, got chip={name!r}")
+    return known[name]

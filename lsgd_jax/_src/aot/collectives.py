@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lsgd_jax._src.aot.groups import Groups, expanded, groups_of, pairs_of
@@ -50,6 +50,7 @@ class Collective(NamedTuple):
       conditional: whether it stands in a conditional, which XLA waits for as a whole.
       overlap: the share of the program's matrix products that are scheduled between its
         start and its end.
+      links: the share of a device's links inside its slice that its group can use.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Collective(NamedTuple):
     times: int
     conditional: bool
     overlap: float
+    links: float = 1.0
 
     @property
     def crosses(self) -> bool:
@@ -79,10 +81,13 @@ class Placement(NamedTuple):
       groups: for each device in the order of the program, its slice or host.
       splits: whether XLA writes transfers between groups as sends, so that all other
         collectives stay inside (TPU slices).
+      links: from a kind of collective and the places of a group's devices in that order to
+        the share of their links that it can use.
     """
 
     groups: Sequence[int]
     splits: bool
+    links: Callable[[str, Sequence[int]], float] = lambda kind, members: 1.0
 
 
 def collectives_of(program: Program, placement: Placement) -> list[Collective]:
@@ -96,7 +101,7 @@ def collectives_of(program: Program, placement: Placement) -> list[Collective]:
         for each in _transfers(program, lines):
             products = times * (before[each.end] - before[each.start + each.alone])
             overlap = min(1.0, products / everything) if everything else 0.0
-            sent, across = _sent(each, placement)
+            sent, across, links = _sent(each, placement)
             size = each.bytes
             found.append(
                 Collective(
@@ -108,6 +113,7 @@ def collectives_of(program: Program, placement: Placement) -> list[Collective]:
                     times,
                     conditional,
                     overlap,
+                    links,
                 )
             )
     return found
@@ -180,9 +186,14 @@ def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer
 
 def _inside(program: Program, line: Instruction) -> Iterator[Instruction]:
     for name in line.called:
-        for inner in program.computations.get(name, ()):
+        lines = program.computations.get(name, [])
+        for inner in lines:
             if KIND.match(inner.opcode):
-                yield inner
+                # XLA for TPUs writes a reduce-scatter as a fusion: an all-reduce, and the
+                # slices of its result that a device keeps.
+                is_scatter = name.startswith("all-reduce-scatter")
+                scatter = inner._replace(opcode="reduce-scatter", type=lines[-1].type)
+                yield scatter if is_scatter else inner
             elif inner.opcode == "fusion":
                 yield from _inside(program, inner)
 
@@ -199,20 +210,24 @@ def _message(line: Instruction) -> int:
 # Bytes
 
 
-def _sent(each: _Transfer, placement: Placement) -> tuple[float, float]:
-    """Returns the bytes that a device sends, and those that leave its slice or host."""
+def _sent(each: _Transfer, placement: Placement) -> tuple[float, float, float]:
+    """Returns the bytes sent, those that leave a slice or host, and the share of links."""
     if each.line.opcode == "send":
         across = _between_slices(each)
-        return across, across
+        return across, across, 1.0
     count = len(placement.groups)
     if each.kind == "collective-permute":
         pairs = [(a, b) for a, b in pairs_of(each.line.attributes) if a != b]
         apart = [p for p in pairs if _span(placement, p) > 1]
-        return each.bytes * min(1, len(pairs) / count), each.bytes * len(apart) / count
+        sent, across = each.bytes * min(1, len(pairs) / count), len(apart) / count
+        links = min((placement.links(each.kind, p) for p in pairs), default=1.0)
+        return sent, each.bytes * across, links
     groups = groups_of(each.line.attributes, count)
     size = max(map(len, groups))
     whole = each.bytes * (size if each.kind == "reduce-scatter" else 1)
-    return _share(each.kind, size) * whole, _leaving(each.kind, whole, groups, placement)
+    across = _leaving(each.kind, whole, groups, placement)
+    links = placement.links(each.kind, max(groups, key=len))
+    return _share(each.kind, size) * whole, across, links
 
 
 def _share(kind: str, n: int) -> float:

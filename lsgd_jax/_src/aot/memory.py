@@ -17,17 +17,24 @@ class Memory(NamedTuple):
       arguments, outputs: the inputs and results of a step.
       aliased: the outputs that reuse the memory of a donated argument.
       temporaries: what the step needs in addition.
+      code: the program itself. Every program that is loaded keeps its own.
     """
 
     arguments: int
     outputs: int
     aliased: int
     temporaries: int
+    code: int = 0
+
+    @property
+    def data(self) -> int:
+        """The largest number of bytes that are in use at once, without the code."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes that are in use at once."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        """The bytes in use if no other program is loaded."""
+        return self.data + self.code
 
 
 def memory_of(compiled: Any) -> Memory | None:
@@ -35,7 +42,7 @@ def memory_of(compiled: Any) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    names = "argument", "output", "alias", "temp"
+    names = "argument", "output", "alias", "temp", "generated_code"
     return Memory(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names))
 
 

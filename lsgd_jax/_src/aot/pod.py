@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from lsgd_jax._src.aot import chips
+from lsgd_jax._src.aot import chips, links
 from lsgd_jax._src.aot.chips import Chip
 from lsgd_jax._src.checks import check_positive_int
 
@@ -43,15 +43,19 @@ class Pod:
     def __repr__(self) -> str:
         return f"{self.name} ({len(self.devices)} devices)"
 
-    def mesh(self, **axes: int) -> Mesh:
+    def mesh(self, *, hybrid: bool = False, **axes: int) -> Mesh:
         """Returns a mesh of all devices, with automatic axes.
 
         Args:
+          hybrid: whether to order the devices of a slice along its links, as
+            `jax.experimental.mesh_utils.create_hybrid_device_mesh` does, which MaxText
+            uses. Otherwise they lie host by host.
           **axes: names and sizes. The first axes lie across slices or hosts, the last ones
             inside of them.
 
         Raises:
-          ValueError: sizes whose product is not the number of devices.
+          ValueError: sizes whose product is not the number of devices, or for which there
+            is no hybrid mesh.
         """
         for name, size in axes.items():
             check_positive_int(name, size)
@@ -60,12 +64,65 @@ class Pod:
                 f"the sizes of the axes must multiply to {len(self.devices)} devices, got "
                 f"{', '.join(f'{name}={size}' for name, size in axes.items())}"
             )
-        grid = np.array(self.devices, dtype=object).reshape(tuple(axes.values()))
+        sizes = tuple(axes.values())
+        grid = np.array(self.devices, dtype=object).reshape(sizes)
+        if hybrid:
+            grid = self._hybrid(sizes)
         return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+    def _hybrid(self, sizes: tuple[int, ...]) -> np.ndarray:
+        from jax.experimental import mesh_utils
+
+        across, left = [], self.groups
+        for size in sizes:
+            across.append(math.gcd(size, left))
+            left //= across[-1]
+        inside = [size // n for size, n in zip(sizes, across)]
+        try:
+            if self.groups == 1:
+                return mesh_utils.create_device_mesh(inside, self.devices)
+            return mesh_utils.create_hybrid_device_mesh(
+                inside, across, self.devices, process_is_granule=self.unit == "host"
+            )
+        except (NotImplementedError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"these axes have no hybrid mesh: {reason}") from error
 
     def across(self, device: jax.Device) -> int:
         """Returns the index of the slice (TPU) or of the host (GPU) of a device."""
         return _across(device, self.unit)
+
+    @property
+    def memory(self) -> int | None:
+        """The bytes of HBM of a device that jax may use; None if they are not known.
+
+        On GPUs jax takes 75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+        """
+        if self.chip is None:
+            return None
+        taken = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+        return int(self.chip.memory * (1 if self.unit == "slice" else taken))
+
+    @property
+    def bandwidth(self) -> float:
+        """The bytes per second that a host can send to other slices or hosts.
+
+        They are the public figures of the chip, or 100 Gbit/s.
+        """
+        return self.per_host * self.chip.network if self.chip else 12.5e9
+
+    def links(self, kind: str, devices: Sequence[jax.Device]) -> float:
+        """Returns the share of its links that each device of a group in a slice can use.
+
+        Args:
+          kind: that of the collective, such as 'all-gather'.
+          devices: the group.
+        """
+        if self.chip is None or not self.chip.links:  # all are behind a switch
+            return 1.0
+        place = lambda device: tuple(getattr(device, "coords", ()))
+        sizes = tuple(max(column) + 1 for column in zip(*map(place, self.devices)))
+        return links.share(kind, list(map(place, devices)), sizes, self.chip.links)
 
     @property
     def per_host(self) -> int:

@@ -2,30 +2,22 @@
 
 import collections
 import dataclasses
-import functools
 import json
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding
-
 from lsgd_jax._src.aot import table
-from lsgd_jax._src.aot.collectives import Collective, Placement, collectives_of
-from lsgd_jax._src.aot.flops import flops as count
-from lsgd_jax._src.aot.hlo import Program as Parsed
-from lsgd_jax._src.aot.memory import Memory, excess, is_out_of_memory, memory_of
-from lsgd_jax._src.aot.pod import Pod, pod_of
-from lsgd_jax._src.aot.shapes import batch_of, carry_of
+from lsgd_jax._src.aot.chips import Chip
+from lsgd_jax._src.aot.collectives import Collective
+from lsgd_jax._src.aot.memory import Memory
+from lsgd_jax._src.aot.pod import Pod
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer
 from lsgd_jax._src.exchange.phases import Phase
-from lsgd_jax._src.workers.workers import Workers
 
 
-BANDWIDTH = 12.5e9  # 100 Gbit/s
+LATENCY_INSIDE = 1e-6  # seconds of a collective inside a slice or host
 LONGEST = 10**6  # steps over which phases are counted
 
 
@@ -34,7 +26,8 @@ class Seconds:
     """Computed seconds of one step.
 
     Attributes:
-      compute: the longer one of operations / peak and bytes / HBM bandwidth.
+      compute: the longer one of operations / peak and bytes / HBM bandwidth, divided by the
+        efficiency.
       inside_exposed, inside_hidden: transfers inside a slice or host.
       across_exposed, across_hidden: transfers between slices or hosts.
     """
@@ -46,9 +39,14 @@ class Seconds:
     across_hidden: float
 
     @property
+    def exposed(self) -> float:
+        """Seconds of all transfers beside which nothing is computed."""
+        return self.inside_exposed + self.across_exposed
+
+    @property
     def step(self) -> float:
         """Seconds of the whole step: what is hidden takes no time."""
-        return self.compute + self.inside_exposed + self.across_exposed
+        return self.compute + self.exposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +65,8 @@ class Program:
       bytes_accessed: bytes between HBM and a chip, according to XLA (TPU only), which takes
         the body of a loop once.
       collectives: all collectives.
-      text: the scheduled program.
+      phase: the phase of the method; None without one.
+      text: the scheduled program, or XLA's message about one that does not fit.
     """
 
     name: str
@@ -80,6 +79,7 @@ class Program:
     flops: float | None
     bytes_accessed: float | None
     collectives: tuple[Collective, ...]
+    phase: Phase | None = None
     text: str = dataclasses.field(repr=False, default="")
 
     @property
@@ -103,32 +103,111 @@ class Report:
       pod: the cluster.
       programs: one per phase of the method, or one.
       bandwidth: bytes per second that a host sends to other slices or hosts.
+      efficiency: the share of the chip's peak at which a step computes.
+      latency: seconds of a collective between slices or hosts beside those of its bytes.
     """
 
     pod: Pod
     programs: tuple[Program, ...]
-    bandwidth: float = BANDWIDTH
+    bandwidth: float = 12.5e9
+    efficiency: float = 1.0
+    latency: float = 0.0
 
     def __str__(self) -> str:
         return table.text(self)
 
     @property
-    def fits(self) -> bool:
-        """Whether all programs fit into the memory of a device, as far as is known."""
-        return all(program.fits is not False for program in self.programs)
+    def hbm(self) -> int | None:
+        """Bytes of HBM per device with all programs loaded; None if one does not fit."""
+        known = [x.memory for x in self.programs if x.memory is not None]
+        if len(known) < len(self.programs):
+            return None
+        return max(x.data for x in known) + sum(x.code for x in known)
 
-    def at(self, bandwidth: float) -> "Report":
-        """Returns the report for another bandwidth per host, in bytes per second."""
-        if not 0 < bandwidth < math.inf:
-            raise ValueError(f"`bandwidth` must be above 0, got bandwidth={bandwidth}")
-        return dataclasses.replace(self, bandwidth=bandwidth)
+    @property
+    def fits(self) -> bool:
+        """Whether all programs fit into a device together, as far as is known."""
+        most, used = self.pod.memory, self.hbm
+        if any(program.fits is False for program in self.programs):
+            return False
+        return most is None or used is None or used <= most
+
+    def at(
+        self,
+        bandwidth: float | None = None,
+        *,
+        efficiency: float | None = None,
+        latency: float | None = None,
+    ) -> "Report":
+        """Returns the report for other assumptions, without compiling again.
+
+        Args:
+          bandwidth: bytes per second per host to other slices or hosts.
+          efficiency: the share of the chip's peak; 1 is the roofline.
+          latency: seconds of a collective between slices or hosts.
+        """
+        given = {"bandwidth": bandwidth, "efficiency": efficiency, "latency": latency}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            smallest = "at least" if name == "latency" else "above"
+            if not 0 <= value < math.inf or not (value or name == "latency"):
+                raise ValueError(f"`{name}` must be {smallest} 0, got {name}={value}")
+        return dataclasses.replace(self, **given)
+
+    def calibrated(self, step_seconds: float, program: Program | None = None) -> "Report":
+        """Returns the report with the efficiency at which a step takes as long as measured.
+
+        Args:
+          step_seconds: measured seconds of a step.
+          program: the program that was measured. Defaults to the mean over all programs.
+
+        Raises:
+          ValueError: no figures of the chip are known, or the exposed transfers alone take
+            longer.
+        """
+        step = lambda report: (
+            report.mean_seconds() if program is None else report.seconds(program)
+        )
+        if step(self) is None:
+            raise ValueError("there are no seconds to calibrate: see `Report.seconds`")
+        # More compute hides more, but never more than it adds.
+        low, high = 1e-6, 1e3
+        for _ in range(100):
+            middle = math.sqrt(low * high)
+            is_slower = step(self.at(efficiency=middle)).step > step_seconds
+            low, high = (middle, high) if is_slower else (low, middle)
+        found = self.at(efficiency=high)
+        if not math.isclose(step(found).step, step_seconds, rel_tol=1e-3):
+            raise ValueError(
+                f"`step_seconds` must be above the {step(found).step:.3g} s of exposed "
+                f"transfers, got step_seconds={step_seconds:g}"
+            )
+        return found
+
+    def over(self, method: "Exchange | Outer") -> "Report":
+        """Returns the report for another period of the same method, without compiling.
+
+        Args:
+          method: one with the same phases, which occur more or less often.
+
+        Raises:
+          ValueError: a method with other phases.
+        """
+        shares = shares_of(method)
+        if missing := [p.name for p in self.programs if p.phase not in shares]:
+            raise ValueError(
+                f"`method` must have the phases of the report, got none like {missing[0]!r}"
+            )
+        programs = (dataclasses.replace(p, share=shares[p.phase]) for p in self.programs)
+        return dataclasses.replace(self, programs=tuple(programs))
 
     def seconds(self, program: Program) -> Seconds | None:
         """Computes the seconds of a step; None without figures of the chip.
 
-        A transfer between slices or hosts takes its bytes / `bandwidth`, shared by the
-        devices of a host; another one its bytes / the link of the chip. It is hidden for
-        as long as the matrix products between its start and its end compute.
+        A transfer between slices or hosts takes a latency and its bytes / `bandwidth`,
+        shared by the devices of a host; another one its bytes / those links of the chip
+        that its group can use. It is hidden for as long as the matrix products between its
+        start and its end compute.
         """
         chip = self.pod.chip
         if chip is None or program.memory is None:
@@ -137,18 +216,31 @@ class Report:
         # A step reads its arguments and writes its results at least once.
         moved = max(program.bytes_accessed or 0, memory.arguments + memory.outputs)
         compute = max((program.flops or 0) / chip.flops, moved / chip.memory_bandwidth)
-        rates = {True: self.bandwidth / self.pod.per_host, False: chip.link}
+        compute /= self.efficiency
         exposed, hidden = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         left = compute
         # Transfers between slices come first, because they are the longest.
         for each in sorted(program.collectives, key=lambda x: not x.crosses):
-            bytes_ = each.across if each.crosses else each.sent
-            takes = each.times * bytes_ / rates[each.crosses]
+            takes = each.times * self._transfer(each, chip)
             covered = min(takes, each.overlap * compute, left)
             left -= covered
             hidden[each.crosses] += covered
             exposed[each.crosses] += takes - covered
         return Seconds(compute, exposed[False], hidden[False], exposed[True], hidden[True])
+
+    def _transfer(self, each: Collective, chip: Chip) -> float:
+        if each.crosses:
+            return self.latency + each.across * self.pod.per_host / self.bandwidth
+        return LATENCY_INSIDE * (self.latency > 0) + each.sent / (chip.link * each.links)
+
+    def mean_seconds(self) -> Seconds | None:
+        """The seconds of the mean step over a period; None if they are unknown."""
+        if any(self.seconds(program) is None for program in self.programs):
+            return None
+        names = [field.name for field in dataclasses.fields(Seconds)]
+        of = lambda name: self.mean(lambda program: getattr(self.seconds(program), name))
+        each = {name: x for name in names if (x := of(name)) is not None}
+        return Seconds(**each) if len(each) == len(names) else None
 
     def mean(self, of: Callable[[Program], float | None]) -> float | None:
         """The mean over the steps of a period: Σ share · of(program); None if unknown.
@@ -175,7 +267,7 @@ class Report:
             fields: dict[str, Any] = dataclasses.asdict(
                 dataclasses.replace(program, text="")
             )
-            del fields["text"]
+            del fields["text"], fields["phase"]
             fields["memory"] = program.memory and {
                 **program.memory._asdict(),
                 "peak": program.memory.peak,
@@ -187,12 +279,17 @@ class Report:
             seconds = self.seconds(program)
             fields["seconds"] = seconds and dataclasses.asdict(seconds)
             programs.append({**fields, "across": program.across, "inside": program.inside})
+        mean = self.mean_seconds()
         whole = {
             "cluster": self.pod.name,
             "devices": len(self.pod.devices),
             "chip": chip and chip._asdict(),
             "bandwidth": self.bandwidth,
+            "efficiency": self.efficiency,
+            "latency": self.latency,
+            "hbm": self.hbm,
             "fits": self.fits,
+            "mean_seconds": mean and dataclasses.asdict(mean),
             "programs": programs,
         }
         return json.dumps(whole, indent=1)
@@ -206,127 +303,39 @@ class Report:
         table.figure(self, path)
 
 
-def report(
-    workers: Workers,
-    init: Callable[[], tuple],
-    train_step: Callable[..., tuple],
-    batch: Any,
-    method: Exchange | Outer | None = None,
-    *,
-    phases: Iterable[Phase] | None = None,
-    pod: Pod | None = None,
-    specs: Any = None,
-    batch_specs: Any = None,
-    bandwidth: float = BANDWIDTH,
-    compiler_options: dict[str, Any] | None = None,
-    on_program: Callable[[Program], None] | None = None,
-) -> Report:
-    """Compiles a training step for the devices of the workers and reports what it takes.
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Reports of several steps: with and without a method, or with other periods.
 
-    No array is made: only shapes are traced. With a method there is one program for each of
-    its phases.
+    Printed it is a table with one line for each step: the memory with all programs loaded,
+    and the mean over a period of the bytes and seconds.
 
-    Args:
-      workers: over the mesh of a described cluster, `Pod.mesh`, or over real devices.
-      init: the initial state of one worker, without arguments: ``(params, opt_state, …)``.
-      train_step: the step of one worker: ``train_step(*state, batch)``, or with a method
-        ``train_step(*state, batch, phase=phase)``, returns ``(*state, …)``.
-      batch: shapes of the batch of one worker, a tree of `jax.ShapeDtypeStruct`.
-      method: the method in the step, whose phases are compiled.
-      phases: the phases to compile. Defaults to ``method.phases()``.
-      pod: the cluster. Defaults to the devices of the workers.
-      specs: how the parameters are sharded inside a worker, as for `Workers.put`.
-      batch_specs: likewise for the batch.
-      bandwidth: bytes per second that a host sends to other slices or hosts.
-      compiler_options: options of XLA, as for `jax.jit`.
-      on_program: called with each program as soon as it is compiled.
-
-    Raises:
-      ValueError: a method without phases; see `Workers.map`.
-
-    >>> import jax, jax.numpy as jnp, optax
-    >>> import lsgd_jax as lj
-    >>> from lsgd_jax import aot
-    >>> workers, method = lj.Workers(nodes=2, locals=4), lj.diloco(period=10)
-    >>> tx = optax.chain(optax.sgd(0.1), method)
-    >>> def init():
-    ...     params = {"w": jnp.zeros((16, 16))}
-    ...     return params, tx.init(params)
-    >>> def train_step(params, state, x, phase):
-    ...     loss_of = lambda p: jnp.square(x @ p["w"]).mean()
-    ...     loss, grads = jax.value_and_grad(loss_of)(params)
-    ...     updates, state = tx.update(grads, state, params, loss=loss, phase=phase)
-    ...     return lj.apply_updates(params, updates), state, loss
-    >>> batch = jax.ShapeDtypeStruct((4, 16), jnp.float32)
-    >>> r = aot.report(workers, init, train_step, batch, method)
-    >>> [(program.name, round(program.share, 2)) for program in r.programs]
-    [('send 0, land 0', 0.1), ('quiet', 0.9)]
-    """
-    shares = _phases(method)
-    chosen = list(shares if phases is None else phases)
-    carry, batch = carry_of(workers, init, specs), batch_of(workers, batch, batch_specs)
-    donated = tuple(range(len(carry)))
-    pod = pod or pod_of(workers.mesh.devices.flat)
-    programs = []
-    for phase in chosen:
-        named = {} if method is None else {"phase": phase}
-        one = functools.partial(train_step, **named)
-        mapped: Any = workers.map(one, donate=donated)
-        traced = mapped.trace(*carry, batch)
-        each = count(traced.jaxpr) / len(pod.devices)
-        compiled, seconds, error = _compiled(traced.lower(), compiler_options)
-        name = "step" if method is None else str(phase)
-        program = _program(compiled, seconds, error, pod, name, each)
-        quiet = None if method is None else phase.is_quiet
-        program = dataclasses.replace(program, is_quiet=quiet, share=shares.get(phase))
-        programs.append(program)
-        if on_program is not None:
-            on_program(program)
-    return Report(pod, tuple(programs)).at(bandwidth)
-
-
-def report_of(
-    step: jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled,
-    name: str = "step",
-    *,
-    pod: Pod | None = None,
-    flops: float | None = None,
-    bandwidth: float = BANDWIDTH,
-    compiler_options: dict[str, Any] | None = None,
-) -> Report:
-    """Reports what a step of your own takes, around `jit`, `vmap` or `shard_map`.
-
-    Args:
-      step: ``jitted.trace(*shapes)``, ``jitted.lower(*shapes)`` or a compiled program, with
-        arrays of shapes that have a sharding on the mesh of a described cluster.
-      name: its name in the table.
-      pod: the cluster. Defaults to the devices of the program.
-      flops: operations of a device. Defaults to those of the matrix products in a traced
-        step, otherwise to XLA's count, which takes the body of a loop once.
-      bandwidth, compiler_options: as for `report`.
+    Attributes:
+      reports: by name.
 
     >>> import jax, jax.numpy as jnp
     >>> from lsgd_jax import aot
-    >>> product = jax.jit(lambda x: x @ x)
-    >>> report = aot.report_of(product.trace(jax.ShapeDtypeStruct((64, 64), jnp.float32)))
-    >>> report.programs[0].flops == 2 * 64**3
-    True
+    >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> report = lambda f: aot.report_of(jax.jit(f).trace(x))
+    >>> both = aot.Comparison({"one": report(lambda x: x @ x), "sum": report(jnp.sum)})
+    >>> [line.split()[0] for line in str(both).splitlines()[1:4]]
+    ['step', 'one', 'sum']
     """
-    total = None
-    if isinstance(step, jax.stages.Traced):
-        total, step = count(step.jaxpr), step.lower()
-    compiled, seconds, error = _compiled(step, compiler_options)
-    if compiled is not None:
-        devices = _devices(compiled)
-        pod = pod or pod_of(devices)
-    elif pod is None:
-        raise ValueError(
-            "the program does not fit into the memory of a device; pass `pod=` for a "
-            f"report: {_first_line(error)}"
-        )
-    each = flops if total is None else total / len(pod.devices)
-    program = _program(compiled, seconds, error, pod, name, each)
-    return Report(pod, (program,)).at(bandwidth)
+
+    reports: Mapping[str, Report]
+
+    def __str__(self) -> str:
+        return table.comparison(self)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every step fits into the memory of a device, as far as is known."""
+        return all(report.fits for report in self.reports.values())
+
+    def to_json(self) -> str:
+        """The reports as JSON, by name."""
+        whole = {name: json.loads(x.to_json()) for name, x in self.reports.items()}
+        return json.dumps(whole, indent=1)
 
 
 def check_quiet(report: Report) -> None:
@@ -347,7 +356,7 @@ def check_quiet(report: Report) -> None:
             )
 
 
-def _phases(method: Exchange | Outer | None) -> dict[Any, float | None]:
+def shares_of(method: Exchange | Outer | None) -> dict[Any, float | None]:
     """The phases of a method, with the share of the steps of each in the long run."""
     if method is None:
         return {None: 1.0}
@@ -365,79 +374,3 @@ def _phases(method: Exchange | Outer | None) -> dict[Any, float | None]:
         )
         phases = {phase: seen[phase] / period for phase in phases}
     return phases
-
-
-def _compiled(
-    step: Any, options: dict[str, Any] | None
-) -> tuple[Any, float, Exception | None]:
-    """Compiles a lowered step: (program or None, seconds, error if it does not fit)."""
-    if isinstance(step, jax.stages.Compiled):
-        return step, 0.0, None
-    start = time.perf_counter()
-    try:
-        compiled = step.compile(options) if options else step.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, time.perf_counter() - start, error
-    return compiled, time.perf_counter() - start, None
-
-
-def _program(
-    compiled: Any,
-    seconds: float,
-    error: Exception | None,
-    pod: Pod,
-    name: str,
-    flops: float | None,
-) -> Program:
-    if compiled is None:
-        missing = excess(error) if error else None
-        return Program(name, None, 1.0, seconds, None, missing, False, flops, None, ())
-    costs = _costs(compiled)
-    memory, text = memory_of(compiled), compiled.as_text()
-    order = _devices(compiled) or pod.devices
-    placement = Placement(
-        [pod.across(device) for device in order], splits=pod.unit == "slice"
-    )
-    fits = excess_ = None
-    if memory is not None and pod.chip is not None:
-        fits = memory.peak <= pod.chip.memory
-        excess_ = None if fits else memory.peak - pod.chip.memory
-    return Program(
-        name=name,
-        is_quiet=None,
-        share=1.0,
-        compile_seconds=seconds,
-        memory=memory,
-        exceeds=excess_,
-        fits=fits,
-        flops=costs.get("flops") if flops is None else flops,
-        bytes_accessed=costs.get("bytes accessed"),
-        collectives=tuple(collectives_of(Parsed(text), placement)),
-        text=text,
-    )
-
-
-def _costs(compiled: Any) -> dict[str, float]:
-    """XLA's own counts, which some backends do not have."""
-    try:
-        found = compiled.cost_analysis()
-    except jax.errors.JaxRuntimeError:
-        return {}
-    found = found[0] if isinstance(found, list) and found else found
-    return dict(found or {})
-
-
-def _devices(compiled: Any) -> Sequence[jax.Device]:
-    """The devices of a program in the order in which it numbers them."""
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding):
-            return tuple(sharding.mesh.devices.flat)
-    found = {device for sharding in shardings for device in sharding.device_set}
-    return sorted(found, key=lambda device: device.id)
-
-
-def _first_line(error: Exception | None) -> str:
-    return str(error).partition("\n")[0]

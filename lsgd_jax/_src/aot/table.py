@@ -8,37 +8,73 @@ from lsgd_jax._src.aot.options import proposal
 
 HEAD = (
     "program",
-    "share of steps",
+    "share",
     "compile, s",
     "HBM, GiB",
     "arguments",
     "temporaries",
+    "code",
     "fits",
     "TFLOP",
-    "sent inside, MB",
+    "inside, MB",
     "across, MB",
     "compute, ms",
-    "exposed, ms",
+    "exposed inside, ms",
+    "exposed across, ms",
     "hidden, ms",
+)
+COMPARED = (
+    "step",
+    "programs",
+    "HBM, GiB",
+    "fits",
+    "inside, MB",
+    "across, MB",
+    "compute, ms",
+    "exposed inside, ms",
+    "exposed across, ms",
+    "hidden, ms",
+    "step, ms",
 )
 
 
 def text(report: Any) -> str:
     """The report as a table of aligned columns."""
-    pod = report.pod
     rows = [HEAD, *(_row(report, program) for program in report.programs)]
+    step, many = report.mean_seconds(), len(report.programs) > 1
+    ends = []
+    if many and report.hbm is not None:
+        ends = [f"All programs together: {_in(report.hbm, 2**30)} GiB of HBM."]
+    if many and step is not None:
+        ends = [f"{' '.join(ends)} The mean step takes {_in(step.step, 1e-3)} ms.".strip()]
+    notes = (*_assumptions(report), *proposal(report))
+    return "\n".join((_cluster(report), *aligned(rows), *ends, *notes))
+
+
+def comparison(reports: Any) -> str:
+    """The reports as a table with a line for each step."""
+    each = reports.reports
+    [first, *_] = each.values()
+    rows = [COMPARED, *(_compared(name, report) for name, report in each.items())]
+    means = "Bytes and seconds are means over all steps."
+    return "\n".join((_cluster(first), *aligned(rows), means, *_assumptions(first)))
+
+
+def _cluster(report: Any) -> str:
+    pod = report.pod
+    memory = f", {pod.memory / 2**30:.3g} GiB each" if pod.memory else ""
     gigabits = 8e-9 * report.bandwidth
-    memory = f", {pod.chip.memory / 2**30:.0f} GiB each" if pod.chip else ""
-    return "\n".join(
-        (
-            f"{pod.name}: {len(pod.devices)} devices{memory}; {gigabits:g} Gbit/s per host "
-            f"to other {pod.unit}s",
-            *aligned(rows),
-            f"Bytes are those of one device; 'across' leaves its {pod.unit}. Times are "
-            "computed from",
-            "the compiler's numbers and public figures of the chip. They are not measured.",
-            *proposal(report),
-        )
+    return (
+        f"{pod.name}: {len(pod.devices)} devices{memory}; {gigabits:g} Gbit/s per host to "
+        f"other {pod.unit}s"
+    )
+
+
+def _assumptions(report: Any) -> tuple[str, ...]:
+    return (
+        f"Bytes are those of one device; 'across' leaves its {report.pod.unit}. Seconds "
+        "are computed",
+        f"at {100 * report.efficiency:.3g} % of the chip's peak. They are not measured.",
     )
 
 
@@ -53,28 +89,52 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
+def _in(x: float | None, unit: float) -> str:
+    return "–" if x is None else f"{x / unit:.3g}"
+
+
 def _row(report: Any, program: Any) -> tuple[str, ...]:
-    memory, seconds = program.memory, report.seconds(program)
+    memory = program.memory
     fits = {True: "yes", False: "no", None: "–"}[program.fits]
     if program.fits is False and program.exceeds:
         fits = f"no, +{program.exceeds / 2**30:.2f} GiB"
-    in_units = lambda x, unit: "–" if x is None else f"{x / unit:.3g}"
-    size = lambda x: in_units(x, 2**30)
-    time = lambda x: in_units(x, 1e-3)
     return (
         program.name,
-        "–" if program.share is None else f"{program.share:.3g}",
+        _in(program.share, 1),
         f"{program.compile_seconds:.1f}",
-        size(memory and memory.peak),
-        size(memory and memory.arguments),
-        size(memory and memory.temporaries),
+        _in(memory and memory.peak, 2**30),
+        _in(memory and memory.arguments, 2**30),
+        _in(memory and memory.temporaries, 2**30),
+        _in(memory and memory.code, 2**30),
         fits,
-        in_units(program.flops, 1e12),
-        in_units(program.inside if memory else None, 1e6),
-        in_units(program.across if memory else None, 1e6),
-        time(seconds and seconds.compute),
-        time(seconds and seconds.inside_exposed + seconds.across_exposed),
-        time(seconds and seconds.inside_hidden + seconds.across_hidden),
+        _in(program.flops, 1e12),
+        _in(program.inside if memory else None, 1e6),
+        _in(program.across if memory else None, 1e6),
+        *_times(report.seconds(program)),
+    )
+
+
+def _times(seconds: Any) -> tuple[str, ...]:
+    return (
+        _in(seconds and seconds.compute, 1e-3),
+        _in(seconds and seconds.inside_exposed, 1e-3),
+        _in(seconds and seconds.across_exposed, 1e-3),
+        _in(seconds and seconds.inside_hidden + seconds.across_hidden, 1e-3),
+    )
+
+
+def _compared(name: str, report: Any) -> tuple[str, ...]:
+    seconds = report.mean_seconds()
+    is_known = report.pod.memory is not None or not report.fits
+    return (
+        name,
+        str(len(report.programs)),
+        _in(report.hbm, 2**30),
+        {True: "yes", False: "no"}[report.fits] if is_known else "–",
+        _in(report.mean(lambda program: program.inside), 1e6),
+        _in(report.mean(lambda program: program.across), 1e6),
+        *_times(seconds),
+        _in(seconds and seconds.step, 1e-3),
     )
 
 
