@@ -1,6 +1,6 @@
 """Speed on one CPU beside PyTorch: training with LSGD, or single convolutions.
 
-    pip install "lsgd_jax[train,benchmark]"
+    pip install -e ".[train,benchmark]"
     python benchmarks/against_pytorch.py [--models cnn7 resnet20] [--rounds 5]
     python benchmarks/against_pytorch.py --convolutions --rounds 15
 

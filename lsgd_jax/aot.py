@@ -4,6 +4,7 @@ XLA compiles for a described cluster on any machine. A report has the memory tha
 takes per device, the bytes of every collective, and whether they are hidden behind compute.
 """
 
+from lsgd_jax._src.aot.buffers import Buffer as Buffer
 from lsgd_jax._src.aot.chips import Chip as Chip
 from lsgd_jax._src.aot.chips import chip as chip
 from lsgd_jax._src.aot.collectives import Collective as Collective
@@ -19,3 +20,4 @@ from lsgd_jax._src.aot.report import Program as Program
 from lsgd_jax._src.aot.report import Report as Report
 from lsgd_jax._src.aot.report import Seconds as Seconds
 from lsgd_jax._src.aot.report import check_quiet as check_quiet
+from lsgd_jax._src.aot.shapes import shapes_of as shapes_of

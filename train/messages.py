@@ -33,7 +33,7 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
     if missing := [name for name in packages if not is_installed(name)]:
         raise ValueError(
             f"{what} needs {missing[0]}, which is not installed: "
-            f'pip install "lsgd_jax[{extra}]"'
+            f'pip install -e ".[{extra}]" in a checkout of lsgd_jax'
         )
 
 

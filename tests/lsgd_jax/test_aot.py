@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from lsgd_jax import aot
-from lsgd_jax._src.aot import links, memory, pod
+from lsgd_jax._src.aot import buffers, links, memory, pod
 from lsgd_jax._src.aot.collectives import Placement, collectives_of
 from lsgd_jax._src.aot.groups import groups_of
 from lsgd_jax._src.aot.hlo import Program
+from lsgd_jax._src.aot.shapes import carry_of
 
 
 # Scheduled programs: shortened from what XLA wrote for 2 slices of v5e:2x2 and 2 hosts of
@@ -105,6 +106,42 @@ def test_a_reduce_scatter_in_a_fusion_of_tpus_is_no_all_reduce():
     (each,) = found(text, splits=True).values()
     assert each.kind == "reduce-scatter" and each.bytes == 16 * 8 * 2
     assert each.sent == 3 / 4 * 64 * 8 * 2
+
+
+def test_the_largest_buffers_are_those_that_are_alive_together():
+    """A donated argument, a copy between memories of the chip and a loop's own buffers."""
+    text = (
+        "HloModule step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }"
+        """
+
+%body (c: (f32[8,128])) -> (f32[8,128]) {
+  %c = (f32[8,128]{1,0}) parameter(0)
+  %x = f32[8,128]{1,0} get-tuple-element(%c), index=0
+  %wide = f32[64,128]{1,0} fusion(%x), calls=%f
+  %y = f32[8,128]{1,0} fusion(%wide), calls=%f
+  ROOT %t = (f32[8,128]{1,0}) tuple(%y)
+}
+
+ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
+  %a = f32[8,128]{1,0} parameter(0)
+  %early = f32[512,128]{1,0:T(8,128)} fusion(%a), calls=%f, metadata={op_name="jit/dot"}
+  %s = (f32[8,128]{1,0}, f32[8,128]{1,0:T(8,128)S(1)}, u32[]) copy-start(%a)
+  %d = f32[8,128]{1,0:T(8,128)S(1)} copy-done(%s)
+  %b = f32[8,100]{1,0:T(8,128)} fusion(%early, %d), calls=%f
+  %z = f32[8,128]{1,0} fusion(%b), calls=%f
+  %i = (f32[8,128]{1,0}) tuple(%z)
+  %w = (f32[8,128]{1,0}) while(%i), condition=%f, body=%body
+  %new = f32[8,128]{1,0} get-tuple-element(%w), index=0
+  %late = f32[9,128]{1,0:T(8,128)} fusion(%new), calls=%f
+  %o = f32[8,128]{1,0} fusion(%late), calls=%f
+  ROOT %r = (f32[8,128]{1,0}) tuple(%o)
+}
+"""
+    )
+    found = [(x.name, x.bytes, x.operator) for x in buffers.largest(text)]
+    assert found == [("early", 512 * 512, "jit/dot"), ("b", 4096, "")]
+    later = buffers.largest(text.replace("f32[512,128]", "f32[2,128]"))
+    assert [(x.name, x.bytes) for x in later] == [("wide", 32768), ("z", 4096), ("y", 4096)]
 
 
 @pytest.mark.parametrize(
@@ -344,6 +381,31 @@ def test_a_step_of_ones_own_is_reported_in_all_its_stages():
     assert reports[0].programs[0].flops == 2 * 64**3
 
 
+def test_a_train_state_is_laid_out_like_its_parameters():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class TrainState:
+        step: jax.Array
+        params: dict
+        moments: dict
+
+    def init():
+        params = {"up": jnp.zeros((8, 16)), "down": jnp.zeros((16, 8)), "bias": jnp.ones(3)}
+        return TrainState(jnp.zeros([], jnp.int32), params, optax.adam(0.1).init(params))
+
+    specs = {"up": P("fsdp"), "down": P(None, "fsdp"), "bias": None}
+    workers = lj.Workers(nodes=2, inside={"fsdp": 4})
+    (carry,) = carry_of(workers, init, specs)
+    replicas = jax.vmap(init, axis_size=2)
+    own = functools.partial(aot.shapes_of, mesh=workers.mesh, across="node")
+    params = own(lambda: replicas().params, specs=specs)
+    for state in (carry, own(replicas, specs=lj.following(params))):
+        for tree in (state.params, state.moments[0].mu):
+            found = [tree[name].sharding.spec for name in ("up", "down", "bias")]
+            assert found == [P("node", "fsdp"), P("node", None, "fsdp"), P("node")]
+        assert state.step.shape == (2,)
+
+
 def test_a_step_of_ones_own_has_phases():
     method, x = lj.diloco(4), jax.ShapeDtypeStruct((64, 64), jnp.float32)
     step = jax.jit(lambda x, phase: x if phase.is_quiet else x @ x, static_argnums=1)
@@ -388,22 +450,24 @@ def test_invalid_arguments_are_refused_in_one_line(make, message):
 )
 def test_a_missing_compiler_is_named(make, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=rf'pip install "lsgd_jax\[{extra}\]"'):
+    with pytest.raises(ImportError, match=rf'pip install -e ".\[{extra}\]"'):
         make()
 
 
-def test_settings_of_libtpu_are_left_alone_on_machines_with_a_tpu(monkeypatch):
-    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-    monkeypatch.setattr(pod.os.path, "exists", lambda path: True)
+@pytest.mark.parametrize("has_tpu", [True, False])
+def test_settings_of_libtpu_are_left_alone_on_machines_with_a_tpu(has_tpu, monkeypatch):
+    names = "TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE"
+    monkeypatch.setattr(pod.os, "environ", {})
+    monkeypatch.setattr(pod.os.path, "exists", lambda path: has_tpu)
     pod._prepare()
-    assert "TPU_SKIP_MDS_QUERY" not in pod.os.environ
+    assert [name in pod.os.environ for name in names] == [not has_tpu] * 2
 
 
 # All methods on pods
 
 NEEDED = {
-    "tpu": (("libtpu",), 'pip install "lsgd_jax[tpu]"'),
-    "gpu": (pod.CUDA_PACKAGES[:1], 'pip install "lsgd_jax[gpu-compile]"'),
+    "tpu": (("libtpu",), 'pip install -e ".[tpu]"'),
+    "gpu": (pod.CUDA_PACKAGES[:1], 'pip install -e ".[gpu-compile]"'),
 }
 
 
@@ -755,23 +819,18 @@ def test_a_step_in_the_form_of_maxtext(kind, method, more):
     )
     rule = lj.largest_dimension("fsdp", 4)
 
-    def laid_out(x):
-        spec = P("diloco", *rule("", jax.ShapeDtypeStruct(x.shape[1:], x.dtype)))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
     x = jax.ShapeDtypeStruct((2, 64, 256), jnp.bfloat16)
     x = x.update(sharding=NamedSharding(mesh, P("diloco", "fsdp")))
     with jax.set_mesh(mesh):
-        carry = jax.tree.map(laid_out, jax.eval_shape(replicas(init)))
+        carry = aot.shapes_of(replicas(init), mesh=mesh, specs=rule, across="diloco")
         out = jax.tree.map(lambda x: x.sharding, carry), None
 
-        def program(phase):
+        def traced(phase):
             mapped = replicas(functools.partial(step, phase=phase))
-            jitted = jax.jit(mapped, donate_argnums=0, out_shardings=out)
-            return aot.report_of(jitted.trace(carry, x)).programs[0]
+            return jax.jit(mapped, donate_argnums=0, out_shardings=out).trace(carry, x)
 
-        programs = [program(phase) for phase in chosen(method)]
-    quiet, due = programs
+        steps = {phase: traced(phase) for phase in chosen(method)}
+        quiet, due = aot.report_of(steps, method=method).programs
     shard = sum(map(np.prod, LAYERS.values()))  # bytes on each of four devices
     crosses = [x for x in due.collectives if x.crosses]
     assert quiet.across == 0 and shard <= due.across <= 1.01 * shard

@@ -78,8 +78,8 @@ def test_a_plan_takes_the_step_from_the_report(here, capsys):
         (compile.main, "digits --topology v9:2x2", "`topology` must be a generation"),
         (compile.main, "digits --topology v5e:2x2 --gbit 0", "`gbit` must be above 0"),
         (compile.main, "digits --topology v5e:2x2 --mbit 0", "`mbit` must be above 0"),
-        (compile.main, "digits --topology v5e:2x2", 'pip install "lsgd_jax[tpu]"'),
-        (compile.main, "digits --gpu h100", 'pip install "lsgd_jax[gpu-compile]"'),
+        (compile.main, "digits --topology v5e:2x2", 'pip install -e ".[tpu]"'),
+        (compile.main, "digits --gpu h100", 'pip install -e ".[gpu-compile]"'),
         (plan.main, "digits --gpu h100", "`mbit` must be given for links that"),
     ],
 )

@@ -84,7 +84,7 @@ def test_files_have_the_mode_that_the_umask_says(run, tmp_path):
 
 def test_without_safetensors_one_line_says_how_to_install_it(run, refusal, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert 'pip install "lsgd_jax[export]"' in refusal(main, [str(run.folder), "out"])
+    assert 'pip install -e ".[export]"' in refusal(main, [str(run.folder), "out"])
 
 
 def test_the_best_worker_is_exported(run, tmp_path):

@@ -48,7 +48,7 @@ def _table() -> Any:
     if package is None or not package.submodule_search_locations:
         raise ImportError(
             "the digits are part of scikit-learn, which is not installed: "
-            'pip install "lsgd_jax[train]"'
+            'pip install -e ".[train]" in a checkout of lsgd_jax'
         )
     folder = pathlib.Path(package.submodule_search_locations[0]) / "datasets" / "data"
     try:

@@ -20,7 +20,7 @@ from train.messages import is_installed
 PAD, UNKNOWN, END = range(3)  # ids; END ends a sentence, and stands before its first token
 MOST_TEST = 1000  # pairs that are held out
 SAMPLE_PAIRS = 3000
-INSTALL = 'is not installed: pip install "lsgd_jax[translation]"'
+INSTALL = 'is not installed: pip install -e ".[translation]" in a checkout of lsgd_jax'
 
 
 @dataclasses.dataclass(frozen=True)

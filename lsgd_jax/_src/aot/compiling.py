@@ -49,14 +49,16 @@ def report(
 
     Args:
       workers: over the mesh of a described cluster, `Pod.mesh`, or over real devices.
-      init: the initial state of one worker, without arguments: ``(params, opt_state, …)``.
+      init: the initial state of one worker, without arguments: ``(params, opt_state, …)``,
+        or one that is no tuple, such as a `TrainState`.
       train_step: the step of one worker: ``train_step(*state, batch)``, or with a method
         ``train_step(*state, batch, phase=phase)``, returns ``(*state, …)``.
       batch: shapes of the batch of one worker, a tree of `jax.ShapeDtypeStruct`.
       method: the method in the step, whose phases are compiled.
       phases: the phases to compile. Defaults to ``method.phases()``.
       pod: the cluster. Defaults to the devices of the workers.
-      specs: how the parameters are sharded inside a worker, as for `Workers.put`.
+      specs: how the parameters are sharded inside a worker, as for `Workers.put`. The rest
+        of the state follows them. The parameters of a `TrainState` are its `params`.
       batch_specs: likewise for the batch.
       bandwidth: bytes per second that a host sends to other slices or hosts. Defaults to
         `Pod.bandwidth`.

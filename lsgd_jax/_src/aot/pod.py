@@ -150,7 +150,9 @@ def tpu(topology: str, slices: int = 1) -> Pod:
             f"'v5p:2x2x2', with one of {', '.join(chips.TPUS)}, got {topology!r}"
         )
     if importlib.util.find_spec("libtpu") is None:
-        raise ImportError('`aot.tpu` needs libtpu: pip install "lsgd_jax[tpu]"')
+        raise ImportError(
+            '`aot.tpu` needs libtpu: pip install -e ".[tpu]" in a checkout of lsgd_jax'
+        )
     more = {"num_slices": slices} if slices > 1 else {}
     devices = _described(topology, "topology", platform="tpu", **more)
     name = f"{slices} slice{'s' * (slices > 1)} of {topology}"
@@ -176,7 +178,8 @@ def gpu(kind: str, hosts: int = 1, each: int = 8) -> Pod:
         )
     if not any(map(importlib.util.find_spec, CUDA_PACKAGES)):
         raise ImportError(
-            '`aot.gpu` needs jax\'s plugin for CUDA: pip install "lsgd_jax[gpu-compile]"'
+            "`aot.gpu` needs jax's plugin for CUDA: "
+            'pip install -e ".[gpu-compile]" in a checkout of lsgd_jax'
         )
     shape = f"1x{hosts}x{each}"
     target = chips.TARGETS[kind].text()
@@ -244,6 +247,8 @@ def _prepare() -> None:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        # Any type will do; without one it prints that it found none.
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     if not has_gpu:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if not (has_tpu or has_gpu or jax.config.values["jax_platforms"]):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lsgd_jax._src.aot import table
+from lsgd_jax._src.aot.buffers import Buffer, largest
 from lsgd_jax._src.aot.chips import Chip
 from lsgd_jax._src.aot.collectives import Collective
 from lsgd_jax._src.aot.memory import Memory
@@ -86,6 +87,22 @@ class Program:
     def across(self) -> float:
         """Bytes of a step that leave a device's slice or host."""
         return sum(each.times * each.across for each in self.collectives)
+
+    def largest(self) -> list[Buffer]:
+        """The temporaries when most memory is in use, largest first, with their names.
+
+        They are read from the scheduled program and estimate what XLA allocates. Of a
+        program that does not fit there are none: `text` has what XLA says about it.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from lsgd_jax import aot
+        >>> f = lambda x: (x @ x) @ x
+        >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        >>> (program,) = aot.report_of(jax.jit(f).trace(x)).programs
+        >>> program.largest()[0].shape
+        'f32[64,64]'
+        """
+        return largest(self.text) if self.memory else []
 
     @property
     def inside(self) -> float:

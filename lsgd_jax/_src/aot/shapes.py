@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.layouts import following, spread
@@ -14,19 +15,78 @@ from lsgd_jax._src.workers.workers import Workers
 Tree = Any
 
 
-def carry_of(workers: Workers, init: Callable[[], tuple], specs: Any) -> tuple:
+def shapes_of(
+    init: Callable[..., Tree],
+    *args: Any,
+    mesh: Mesh,
+    specs: Any = None,
+    across: str | tuple[str, ...] = (),
+) -> Tree:
+    """The shapes and shardings of a state of your own, for `report_of`.
+
+    No array is made. The state is any tree, such as a `TrainState` or one of Flax's nnx.
+
+    Args:
+      init: returns the state.
+      *args: shapes of its arguments, as for `jax.eval_shape`.
+      mesh: that of a described cluster, `Pod.mesh`.
+      specs: how the state is sharded: a `PartitionSpec`, a tree of them that is a prefix of
+        the state, or a function of a leaf's path and shape such as `lj.largest_dimension`
+        and `lj.following`. Defaults to no sharding.
+      across: the axes of the mesh over which the replicas lie that a `jax.vmap` in `init`
+        has stacked. Specs are those of one replica, without the stacked dimension.
+
+    Raises:
+      ValueError: specs that are no prefix of the state, or that do not divide a leaf.
+
+    >>> import jax, jax.numpy as jnp, lsgd_jax as lj
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from lsgd_jax import aot
+    >>> mesh = lj.Workers(nodes=2, inside={"fsdp": 4}).mesh
+    >>> init = jax.vmap(lambda key: {"w": jnp.zeros((8, 8))})
+    >>> keys = jax.ShapeDtypeStruct((2,), jax.random.key(0).dtype)
+    >>> state = aot.shapes_of(init, keys, mesh=mesh, specs=P("fsdp"), across="node")
+    >>> state["w"].shape, state["w"].sharding.spec == P("node", "fsdp")
+    ((2, 8, 8), True)
+    """
+    leaves, structure = jax.tree.flatten(jax.eval_shape(init, *args))
+    names = (across,) if isinstance(across, str) else tuple(across)
+    stacked = 1 if names else 0
+    inside = {name: size for name, size in mesh.shape.items() if name not in names}
+    one = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]
+    each = spread(specs, structure.unflatten(one), inside, names)
+    first = (across,) if names else ()
+
+    def laid_out(x: Any, spec: Spec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, Spec(*first, *spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return structure.unflatten(map(laid_out, leaves, each))
+
+
+def carry_of(workers: Workers, init: Callable[[], Any], specs: Any) -> tuple:
     """The shapes of the state of all workers, which `init` returns for one worker.
 
     Args:
-      init: without arguments; returns (parameters, ...).
+      init: without arguments; returns (parameters, ...), or one state that is no tuple.
       specs: how the parameters are sharded inside a worker, as for `Workers.put`. The rest
-        of the state follows.
+        of the state follows. In a state with an attribute `params` these are the
+        parameters; a function is asked about all leaves of any other state.
     """
-    mapped: Any = workers.map(lambda: tuple(init()))
+
+    def parts() -> tuple:
+        state = init()
+        return tuple(state) if isinstance(state, tuple) else (state,)
+
+    mapped: Any = workers.map(parts)
     carry = mapped.lower().out_info
     if specs is None or not workers.inside:
         return placed(workers, carry, None)
-    params = placed(workers, carry[0], specs)
+    first = carry[0]
+    if hasattr(first, "params"):
+        params = {"params": placed(workers, first.params, specs)}
+        return placed(workers, carry, following(params))
+    params = placed(workers, first, specs)
     return (params, *placed(workers, carry[1:], following(params)))
 
 

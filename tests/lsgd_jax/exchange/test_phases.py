@@ -45,12 +45,12 @@ def overlaps(kind, make, form):
     """The shares of the products beside each message of parameters across slices."""
     if kind == "tpu":
         if not importlib.util.find_spec("libtpu"):
-            pytest.skip('needs pip install "lsgd_jax[tpu]"')
+            pytest.skip('needs pip install -e ".[tpu]"')
         pod, inside = aot.tpu("v5e:2x2", slices=2), {"fsdp": 4}
         workers = lj.Workers(mesh=pod.mesh(replica=2, **inside), axes=("replica",))
     else:
         if not importlib.util.find_spec("jax_plugins.xla_cuda13"):
-            pytest.skip('needs pip install "lsgd_jax[gpu-compile]"')
+            pytest.skip('needs pip install -e ".[gpu-compile]"')
         pod = aot.gpu("h100", hosts=2, each=4)
         workers = lj.Workers(mesh=pod.mesh(node=2, local=4), axes=("node", "local"))
     base, o = optax.adamw(1e-3), lj.outer(make)

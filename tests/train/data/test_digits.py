@@ -38,5 +38,5 @@ def test_the_digits_have_the_documented_split(moved, monkeypatch):
 
 def test_a_missing_scikit_learn_is_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'pip install "lsgd_jax\[train\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e ".\[train\]"'):
         digits.load()

@@ -94,9 +94,7 @@ def test_too_few_subwords_and_no_sentencepiece(monkeypatch):
     with pytest.raises(DataError, match="`data.subwords`=9 cannot be learned: .* 9 vs"):
         translation.load((), (), 9, 32)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    message = (
-        r'sentencepiece, which is not installed: pip install "lsgd_jax\[translation\]"'
-    )
+    message = r'sentencepiece, which is not installed: pip install -e ".\[translation\]"'
     with pytest.raises(DataError, match=message):
         translation.load((), (), 300, 32)
 

@@ -79,7 +79,7 @@ def test_an_error_of_weights_and_biases_stops_nothing(wandb, tmp_path, monkeypat
 
 def test_without_wandb_one_line_says_how_to_install_it(refusal, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert 'pip install "lsgd_jax[wandb]"' in refusal(main, [*COMMAND, "run"])
+    assert 'pip install -e ".[wandb]"' in refusal(main, [*COMMAND, "run"])
 
 
 def test_a_line_that_a_full_disk_cut_off_does_not_swallow_the_next(tmp_path):

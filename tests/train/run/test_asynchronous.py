@@ -179,7 +179,7 @@ def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, caps
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     folder = tmp_path / "run"
     assert main(["digits", "--method", "async-lsgd", "--run-dir", str(folder)]) == 2
-    assert 'pip install "lsgd_jax[async]"' in capsys.readouterr().err
+    assert 'pip install -e ".[async]"' in capsys.readouterr().err
     assert not folder.exists()
 
 

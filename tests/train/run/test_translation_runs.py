@@ -147,7 +147,7 @@ def test_without_sacrebleu_there_is_a_warning_and_no_bleu(finished, monkeypatch)
     data = Translation(pairs, pairs, ([], []), 0, forward.vocabulary, "")
     task.TranslationForward(run.config, data, run.experiment.workers, warned.append)
     (line,) = warned
-    assert 'sacrebleu is not installed: pip install "lsgd_jax[translation]"' in line
+    assert 'sacrebleu is not installed: pip install -e ".[translation]"' in line
 
 
 @pytest.mark.parametrize(
