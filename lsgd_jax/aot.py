@@ -10,6 +10,7 @@ from lsgd_jax._src.aot.chips import chip as chip
 from lsgd_jax._src.aot.collectives import Collective as Collective
 from lsgd_jax._src.aot.compiling import report as report
 from lsgd_jax._src.aot.compiling import report_of as report_of
+from lsgd_jax._src.aot.flops import flops as flops
 from lsgd_jax._src.aot.memory import Memory as Memory
 from lsgd_jax._src.aot.options import overlap_options as overlap_options
 from lsgd_jax._src.aot.pod import Pod as Pod

@@ -1,8 +1,9 @@
 """python -m train.compile NAME: compiles an experiment for a pod that is not here.
 
-    python -m train.compile text --topology v5e:4x4 --slices 2 --workers.inside fsdp=16
+    python -m train.compile text --topology v5e:4x4 --slices 2 --workers.inside fsdp=16 \
+      --batch-size 16
     python -m train.compile text --chips v5e:4x8 --sites 2
-    python -m train.compile cifar10-cnn7 --gpu h100 --hosts 4 --each 8 --data.dir DIR
+    python -m train.compile digits --gpu h100 --hosts 4 --each 8
 
 The command prints for each phase of the method the memory per device, the bytes inside and
 across slices or hosts, and computed seconds. No accelerator is needed, but the extra `tpu`
@@ -123,15 +124,19 @@ class Options(Cluster):
 
     Args:
       experiment: a named experiment, such as text.
-      mbit: Mbit/s of a host to other slices or hosts.
+      mbit: Mbit/s of a host to other slices or hosts. Defaults to the public figure of the
+        chip.
       gbit: the same in Gbit/s.
+      efficiency: share of the chip's peak at which a step computes. Defaults to that of
+        published runs on the chip.
       json: file for the report.
       figure: file for a figure of the seconds.
     """
 
     experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-    mbit: float = 1e5
+    mbit: float | None = None
     gbit: float | None = None
+    efficiency: float | None = None
     json: pathlib.Path | None = None
     figure: pathlib.Path | None = None
 
@@ -146,7 +151,8 @@ def task_of(config: Config, warn: Callable[[str], None]) -> Task:
 def compiled(
     config: Config,
     pod: lj.aot.Pod,
-    bandwidth: float = 12.5e9,
+    bandwidth: float | None = None,
+    efficiency: float | None = None,
     on_program: Callable[[lj.aot.Program], None] | None = None,
 ) -> lj.aot.Report:
     """Compiles the step of an experiment on all devices of a cluster.
@@ -190,6 +196,7 @@ def compiled(
         pod=pod,
         specs=inside.specs(axes),
         bandwidth=bandwidth,
+        efficiency=efficiency,
         on_program=on_program,
     )
 
@@ -227,12 +234,13 @@ def main(arguments: Sequence[str]) -> int:
     program = "python -m train.compile"
     options, others = cli.run_with_others(Options, arguments, program, __doc__)
     config = cli.parse([options.experiment, *others])
-    for name in ("mbit", "gbit"):
+    for name in ("mbit", "gbit", "efficiency"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
     mbit = options.mbit if options.gbit is None else 1e3 * options.gbit
-    report = compiled(config, options.pod(), mbit / 8 * 1e6)
+    bandwidth = None if mbit is None else mbit / 8 * 1e6
+    report = compiled(config, options.pod(), bandwidth, options.efficiency)
     if options.figure is not None:
         report.figure(options.figure)
     if options.json is not None:

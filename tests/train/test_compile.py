@@ -25,7 +25,7 @@ def here(monkeypatch):
 
 
 def test_an_experiment_is_compiled_on_all_devices(here, capsys, tmp_path):
-    options = "--topology v5e:2x2 --slices 2 --method lsgd --gbit 25"
+    options = "--topology v5e:2x2 --slices 2 --method lsgd --gbit 25 --efficiency 0.4"
     more = ["--json", str(tmp_path / "report.json")]
     assert compile.main(["digits", *options.split(), *more]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -34,6 +34,7 @@ def test_an_experiment_is_compiled_on_all_devices(here, capsys, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     quiet = report["programs"][-1]
     assert report["devices"] == 8 and quiet["inside"] == quiet["across"] == 0
+    assert lines[-1].startswith("at 40 % of the chip's peak") and report["hbm"] > 0
 
 
 def test_workers_of_several_devices(here, capsys):
@@ -78,6 +79,7 @@ def test_a_plan_takes_the_step_from_the_report(here, capsys):
         (compile.main, "digits --topology v9:2x2", "`topology` must be a generation"),
         (compile.main, "digits --topology v5e:2x2 --gbit 0", "`gbit` must be above 0"),
         (compile.main, "digits --topology v5e:2x2 --mbit 0", "`mbit` must be above 0"),
+        (compile.main, "digits --gpu h100 --efficiency 0", "`efficiency` must be above"),
         (compile.main, "digits --topology v5e:2x2", 'pip install -e ".[tpu]"'),
         (compile.main, "digits --gpu h100", 'pip install -e ".[gpu-compile]"'),
         (plan.main, "digits --gpu h100", "`mbit` must be given for links that"),

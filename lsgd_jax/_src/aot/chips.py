@@ -43,11 +43,11 @@ GOOGLE, NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/e
 TPUS = {
     name: Chip(name, *figures[:5], f"{GOOGLE}{name}", *figures[5:])
     for name, figures in {
-        "v5e": ("TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, 3.125e9, 4, 0.8),
-        "v5p": ("TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, 6.25e9, 6, 0.75),
-        "v6e": ("TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, 12.5e9, 4, 0.55),
+        "v5e": ("TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, 3.125e9, 4, 0.75),
+        "v5p": ("TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, 6.25e9, 6, 0.7),
+        "v6e": ("TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, 12.5e9, 4, 0.5),
         # jax has two devices per chip; each has half of the published figures.
-        "tpu7x": ("TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, 6.25e9, 6, 0.55),
+        "tpu7x": ("TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, 6.25e9, 6, 0.5),
     }.items()
 }
 
@@ -114,10 +114,7 @@ FIGURES = {
     "h200": (989e12, 4800e9, 450e9, f"{NVIDIA}data-center/h200/", 50e9),
     "b200": (2250e12, 7700e9, 900e9, f"{NVIDIA}data-center/dgx-b200/", 50e9),
 }
-GPUS = {
-    name: Chip(name, x.name, x.memory, *FIGURES[name], efficiency=0.4)
-    for name, x in TARGETS.items()
-}
+GPUS = {name: Chip(name, x.name, x.memory, *FIGURES[name]) for name, x in TARGETS.items()}
 
 
 def chip(name: str) -> Chip:

@@ -11,8 +11,9 @@ from typing import Any
 def flops(jaxpr: Any) -> int:
     """Operations of all products and convolutions, on all devices together.
 
-    The body of a scan counts as often as it runs, that of another loop once, and of a
-    condition the most expensive branch.
+    Takes a jaxpr, or a traced function: ``jitted.trace(*shapes)``. The body of a scan
+    counts as often as it runs, that of another loop once, and of a condition the most
+    expensive branch.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w)
