@@ -10,6 +10,7 @@ import importlib.util
 import json
 import pathlib
 import re
+import runpy
 import sys
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from harness import METHODS, mostly_slow
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -840,15 +842,70 @@ def test_a_step_in_the_form_of_maxtext(kind, method, more):
 
 
 @pytest.mark.aot
-def test_the_page_prints_a_report(capsys):
+def test_a_hybrid_mesh_has_the_order_of_jax():
     cluster("tpu")
-    page = (pathlib.Path(__file__).parents[2] / "docs/pods.md").read_text()
+    pod = aot.tpu("v5e:4x4", slices=2)
+    rows = pod.mesh(replica=2, fsdp=4, tensor=4, hybrid=True).devices
+    expected = mesh_utils.create_hybrid_device_mesh((1, 4, 4), (2, 1, 1), pod.devices)
+    assert (rows == expected).all()
+    assert [device.coords[:2] for device in rows[0, 0]] == [(x, 0) for x in range(4)]
+    blocks = pod.mesh(replica=2, fsdp=4, tensor=4).devices
+    assert [device.coords[:2] for device in blocks[0, 0]][2:] == [(0, 1), (1, 1)]
+    links = [pod.links("all-gather", grid[0, 0]) for grid in (rows, blocks)]
+    assert links == [1 / 4, 2 / 4]
+    with pytest.raises(ValueError, match="these axes have no hybrid mesh"):
+        pod.mesh(replica=2, fsdp=2, tensor=8, hybrid=True)
+
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+
+
+def blocks(page, language):
+    text = (DOCS / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M)
+
+
+@pytest.mark.aot
+def test_the_page_prints_its_reports(capsys):
+    cluster("tpu")
     names = {}
-    exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)), names)
-    said = re.search(r"^```text\n(.*?)^```", page, re.DOTALL | re.M).group(1)
-    table = str(names["report"])
+    exec("\n".join(blocks("pods.md", "python")), names)
     first = lambda text: [line.split("  ")[0] for line in text.splitlines()]
-    assert first(table) == first(said)
+    assert first(capsys.readouterr().out) == first("".join(blocks("pods.md", "text")))
     sending = next(p for p in names["report"].programs if not p.is_quiet and p.across)
     crossing = [each for each in sending.collectives if each.crosses]
     assert crossing and all(each.hidden for each in crossing)  # the delay hides it
+
+
+def printed(command, capsys, monkeypatch):
+    """What a benchmark prints that is run as a page says."""
+    _, file, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [file, *arguments])
+    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
+    runpy.run_path(str(DOCS.parent / file), run_name="__main__")
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow  # nothing is compiled, but seven models are traced
+def test_published_runs_are_as_long_as_the_page_says(capsys, monkeypatch):
+    page = (DOCS / "results/pods.md").read_text()
+    output = printed("python benchmarks/published_runs.py", capsys, monkeypatch)
+    runs, slices = output.split("\n\n")
+    assert runs in page and slices in page
+    ratios = [line.split(" | ")[4].split(" to ") for line in runs.splitlines()[2:]]
+    assert len(ratios) == 7 and all(0.8 <= float(x) <= 1.3 for row in ratios for x in row)
+
+
+@pytest.mark.aot
+@pytest.mark.slow  # tests with the names of these methods are the cheap ones
+def test_six_methods_send_what_the_page_says(capsys, monkeypatch, tmp_path):
+    cluster("tpu"), cluster("gpu")
+    command = "".join(blocks("pods.md", "bash")).strip().splitlines()[-1]
+    command += f" --csv {tmp_path / 'pods.csv'}"
+    both = printed(command, capsys, monkeypatch).split("gpu")
+    page = (DOCS / "pods.md").read_text()
+    row = re.compile(r"^\| (\S+) \| ([\d.]+) / .*?(?:\| ([\d.]+) / .*)?$", re.M)
+    on_tpus, on_gpus = ({x[0]: x[1] for x in row.findall(text)} for text in both)
+    said = row.findall(page)
+    assert len(said) == 6
+    assert [(name, on_tpus[name], on_gpus[name]) for name, *_ in said] == said

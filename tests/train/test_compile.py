@@ -5,6 +5,8 @@ A cluster of CPU devices takes the place of a pod, except in tests with the mark
 
 import importlib.util
 import json
+import pathlib
+import re
 
 import jax
 import pytest
@@ -117,3 +119,17 @@ def test_an_experiment_is_compiled_for_a_pod(options, package, capsys):
     lines = capsys.readouterr().out.splitlines()
     quiet = next(line for line in lines if line.startswith("quiet"))
     assert quiet.split()[-4] == "0"  # bytes across
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/pods.md"
+COMMANDS = re.findall(r"^python -m train\.(\w+) (.*)$", PAGE.read_text(), re.M)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("program, options", COMMANDS)
+def test_a_command_of_the_page_runs_to_the_end(program, options, capsys):
+    package = "jax_cuda13_plugin" if "--gpu" in options else "libtpu"
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    assert {"compile": compile, "plan": plan}[program].main(options.split()) == 0
+    assert "devices" in capsys.readouterr().out
