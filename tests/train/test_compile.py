@@ -77,7 +77,7 @@ def test_a_plan_takes_the_step_from_the_report(here, capsys):
             "digits --chips v5e:4x4 --sites 0",
             "`sites` must be from 1 to the",
         ),
-        (compile.main, "digits --chips h100:16 --sites 2", 'pip install "lsgd_jax[gpu'),
+        (compile.main, "digits --chips h100:16 --sites 2", 'pip install -e ".[gpu'),
         (compile.main, "digits --topology v9:2x2", "`topology` must be a generation"),
         (compile.main, "digits --topology v5e:2x2 --gbit 0", "`gbit` must be above 0"),
         (compile.main, "digits --topology v5e:2x2 --mbit 0", "`mbit` must be above 0"),
