@@ -848,11 +848,12 @@ def test_a_hybrid_mesh_has_the_order_of_jax():
     rows = pod.mesh(replica=2, fsdp=4, tensor=4, hybrid=True).devices
     expected = mesh_utils.create_hybrid_device_mesh((1, 4, 4), (2, 1, 1), pod.devices)
     assert (rows == expected).all()
-    assert [device.coords[:2] for device in rows[0, 0]] == [(x, 0) for x in range(4)]
-    blocks = pod.mesh(replica=2, fsdp=4, tensor=4).devices
-    assert [device.coords[:2] for device in blocks[0, 0]][2:] == [(0, 1), (1, 1)]
-    links = [pod.links("all-gather", grid[0, 0]) for grid in (rows, blocks)]
-    assert links == [1 / 4, 2 / 4]
+    by_host = pod.mesh(replica=2, fsdp=4, tensor=4).devices
+    places = lambda grid: [tuple(device.coords[:2]) for device in grid[0, 0]]
+    assert places(rows) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert places(by_host) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    shares = [pod.links("all-gather", grid[0, 0]) for grid in (rows, by_host)]
+    assert shares == [1 / 4, 2 / 4]
     with pytest.raises(ValueError, match="these axes have no hybrid mesh"):
         pod.mesh(replica=2, fsdp=2, tensor=8, hybrid=True)
 

@@ -118,7 +118,7 @@ def test_an_experiment_is_compiled_for_a_pod(options, package, capsys):
     assert compile.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     quiet = next(line for line in lines if line.startswith("quiet"))
-    assert quiet.split()[-4] == "0"  # bytes across
+    assert quiet.split()[-5] == "0"  # bytes across
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/pods.md"

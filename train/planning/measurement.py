@@ -64,8 +64,8 @@ def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, str]:
     seconds = report.seconds(program)
     if seconds is None:
         raise ValueError(f"the experiment does not fit into the memory of a device: {pod}")
-    assert pod.chip is not None and program.memory is not None
-    used, most = program.memory.peak / 2**30, pod.chip.memory / 2**30
+    assert pod.memory is not None and program.memory is not None
+    used, most = program.memory.peak / 2**30, pod.memory / 2**30
     memory = f"HBM: {used:.3g} of {most:.3g} GiB of a device, without what a method keeps"
     step, steps = seconds.step, config.steps
     setting = Setting(parameters, {}, step=step, steps=steps, leaves=len(params))
