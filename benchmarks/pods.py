@@ -96,7 +96,7 @@ def compiled(case: Case) -> tuple[list, float]:
     those of a clock, they are the same.
     """
     platform, W, name, form, scale = case
-    method = METHODS.get(name)
+    workers, method = workers_on(platform, W), METHODS.get(name)
     tx = BASE if method is None else method.chain(W, BASE)
     tx = optax.with_extra_args_support(tx)
     exchange = None
@@ -120,14 +120,14 @@ def compiled(case: Case) -> tuple[list, float]:
 
     phases = None
     if exchange is not None:
-        each = exchange.phases()
+        each = exchange.phases(workers.sizes)
         due = max(each, key=lambda phase: (len(phase.sends), len(phase.lands)))
         quiet = [phase for phase in each if phase.is_quiet and not phase.lands][:1]
         phases = [*quiet, due]
     n = shards(platform, W)
     times = [time.process_time()]
     report = aot.report(
-        workers_on(platform, W),
+        workers,
         init,
         step,
         jax.ShapeDtypeStruct((), jnp.float32),

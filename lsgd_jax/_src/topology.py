@@ -7,6 +7,7 @@ worker sends at most one message and receives at most one. A permutation is one 
 `Group.permute`.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -351,6 +352,7 @@ def for_group(
     if isinstance(topology, Topology):
         check(topology)
 
+    @functools.cache  # a large graph takes seconds
     def build(num_workers: int) -> Topology:
         graph = topology if isinstance(topology, Topology) else topology(num_workers)
         check_size(graph, num_workers)
@@ -477,7 +479,8 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Permutations:
     nodes = [(side, i) for side in ("source", "destination") for i in range(num_workers)]
     at: dict[tuple[str, int], dict[int, Edge]] = {node: {} for node in nodes}
     ends = lambda edge: (("source", edge[0]), ("destination", edge[1]))
-    degree = max((sum(end in ends(e) for e in edges) for end in nodes), default=0)
+    counts = collections.Counter(end for edge in edges for end in ends(edge))
+    degree = max(counts.values(), default=0)
 
     def free(*nodes: tuple[str, int]) -> list[int]:
         return [c for c in range(degree) if all(c not in at[node] for node in nodes)]

@@ -312,7 +312,9 @@ class Experiment(BaseExperiment):
         if is_static is None:
             # On CPUs a program for each phase costs more to compile than it saves.
             is_static = self.workers.mesh.devices.flat[0].platform != "cpu"
-        return self.method.phase(step) if is_static and self.method else None
+        if not is_static or self.method is None:
+            return None
+        return self.method.phase(step, self.workers.sizes)
 
     def bytes_sent(self, state: TrainState) -> int:
         diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))

@@ -17,7 +17,7 @@ from lsgd_jax._src.aot.report import Program, Report, shares_of
 from lsgd_jax._src.aot.shapes import batch_of, carry_of
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer
-from lsgd_jax._src.exchange.phases import Phase
+from lsgd_jax._src.exchange.phases import Phase, Sizes
 from lsgd_jax._src.workers.workers import Workers
 
 
@@ -55,7 +55,8 @@ def report(
         ``train_step(*state, batch, phase=phase)``, returns ``(*state, …)``.
       batch: shapes of the batch of one worker, a tree of `jax.ShapeDtypeStruct`.
       method: the method in the step, whose phases are compiled.
-      phases: the phases to compile. Defaults to ``method.phases()``.
+      phases: the phases to compile. Defaults to
+        ``method.phases(workers.sizes)``.
       pod: the cluster. Defaults to the devices of the workers.
       specs: how the parameters are sharded inside a worker, as for `Workers.put`. The rest
         of the state follows them. The parameters of a `TrainState` are its `params`.
@@ -89,7 +90,7 @@ def report(
     >>> [(program.name, round(program.share, 2)) for program in r.programs]
     [('send 0, land 0', 0.1), ('quiet', 0.9)]
     """
-    shares = shares_of(method)
+    shares = shares_of(method, workers.sizes)
     carry, batch = carry_of(workers, init, specs), batch_of(workers, batch, batch_specs)
     donated = tuple(range(len(carry)))
 
@@ -116,6 +117,7 @@ def report_of(
     name: str = "step",
     method: Exchange | Outer | None = None,
     *,
+    sizes: Sizes | None = None,
     pod: Pod | None = None,
     flops: float | None = None,
     bandwidth: float | None = None,
@@ -131,6 +133,7 @@ def report_of(
         each phase of a method: ``{phase: trace(phase) for phase in method.phases()}``.
       name: its name in the table; programs of phases are called after their phase.
       method: the method of the phases, for the shares of the steps that run them.
+      sizes: the sizes of the axes if the phases name rounds, as for `Exchange.phase`.
       pod: the cluster. Defaults to the devices of the program.
       flops: operations of a device. Defaults to those of the matrix products in a traced
         step, otherwise to XLA's count, which takes the body of a loop once.
@@ -146,7 +149,7 @@ def report_of(
     >>> report.programs[0].flops == 2 * 64**3
     True
     """
-    shares, programs = shares_of(method), []
+    shares, programs = shares_of(method, sizes), []
     for phase, each in (step if isinstance(step, Mapping) else {None: step}).items():
         words = name if phase is None else str(phase)
         program, pod = _program(

@@ -15,7 +15,7 @@ from lsgd_jax._src.aot.memory import Memory
 from lsgd_jax._src.aot.pod import Pod
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer
-from lsgd_jax._src.exchange.phases import Phase
+from lsgd_jax._src.exchange.phases import Phase, Sizes, cycle_of
 
 
 LATENCY_INSIDE = 1e-6  # seconds of a collective inside a slice or host
@@ -201,16 +201,17 @@ class Report:
             )
         return found
 
-    def over(self, method: "Exchange | Outer") -> "Report":
+    def over(self, method: "Exchange | Outer", sizes: Sizes | None = None) -> "Report":
         """Returns the report for another period of the same method, without compiling.
 
         Args:
           method: one with the same phases, which occur more or less often.
+          sizes: the sizes of the axes if the phases name rounds, as for `Exchange.phase`.
 
         Raises:
           ValueError: a method with other phases.
         """
-        shares = shares_of(method)
+        shares = shares_of(method, sizes)
         if missing := [p.name for p in self.programs if p.phase not in shares]:
             raise ValueError(
                 f"`method` must have the phases of the report, got none like {missing[0]!r}"
@@ -373,7 +374,9 @@ def check_quiet(report: Report) -> None:
             )
 
 
-def shares_of(method: Exchange | Outer | None) -> dict[Any, float | None]:
+def shares_of(
+    method: Exchange | Outer | None, sizes: Sizes | None = None
+) -> dict[Any, float | None]:
     """The phases of a method, with the share of the steps of each in the long run."""
     if method is None:
         return {None: 1.0}
@@ -383,11 +386,11 @@ def shares_of(method: Exchange | Outer | None) -> dict[Any, float | None]:
             f"method={method!r}; leave it out for a step without phases"
         )
     exchange = method.method if isinstance(method, Outer) else method
-    period = math.lcm(*(pull.every for pull in exchange.pulls))
-    phases: dict[Any, float | None] = dict.fromkeys(method.phases())
+    period = cycle_of(exchange.pulls, sizes)
+    phases: dict[Any, float | None] = dict.fromkeys(method.phases(sizes))
     if period <= LONGEST:
         seen = collections.Counter(
-            method.phase(t) for t in range(period + 1, 2 * period + 1)
+            method.phase(t, sizes) for t in range(period + 1, 2 * period + 1)
         )
         phases = {phase: seen[phase] / period for phase in phases}
     return phases

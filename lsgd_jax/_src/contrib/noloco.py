@@ -117,5 +117,5 @@ def noloco(
         state = trees.where(moves, stepped, state)
         return state.slow, moves | ~takes_part, state
 
-    rule = Rule(axes, init, agree, keeps=(), reads_x=False)
+    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=pairs.turns)
     return exchange(Pull(rule, 1.0, every=period), **options)

@@ -15,7 +15,7 @@ from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.options import PullOptions, with_options
-from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, all_phases, phase_at
+from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, Sizes, all_phases, phase_at
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule
 from lsgd_jax._src.exchange.step import ExchangeState, Step
@@ -37,13 +37,24 @@ class Exchange(ByValue, optax.GradientTransformationExtraArgs):
     pulls: tuple[Pull, ...] = ()
     check: Check = "due"
 
-    def phase(self, step: int) -> Phase:
-        """Returns what the pulls do at this step, counted from 1; for host loops."""
-        return phase_at(self.pulls, step)
+    def phase(self, step: int, sizes: Sizes | None = None) -> Phase:
+        """Returns what the pulls do at this step, counted from 1; for host loops.
 
-    def phases(self) -> tuple[Phase, ...]:
+        Args:
+          step: t.
+          sizes: the sizes of the workers' axes by name, such as `Workers.sizes`. With them
+            the phases of a method on a graph that changes with the exchange (`sgp`,
+            `wagma`, …) name its round, so that a program holds that round alone. Without
+            them it holds all of about log2 W rounds as branches.
+
+        Raises:
+          ValueError: sizes without an axis of the method.
+        """
+        return phase_at(self.pulls, step, sizes)
+
+    def phases(self, sizes: Sizes | None = None) -> tuple[Phase, ...]:
         """Returns all phases from the second step on, in the order of their appearance."""
-        return all_phases(self.pulls)
+        return all_phases(self.pulls, sizes)
 
     def is_due(self, step: int) -> bool:
         """Whether a pull does anything at this step, counted from 1; for host loops."""

@@ -145,6 +145,10 @@ class Pull:
         """The step of the period on which it communicates: the next one with a delay."""
         return (self.agrees_at + (self.delay > 0)) % self.every
 
+    def exchange_number(self, t: Any) -> Any:
+        """The number of the exchange whose agreement is about step t, 1, 2, …."""
+        return -(-t // self.every)
+
     def weight(self, t: Array) -> Any:
         """λ(t), clipped to [0, 1] so that no pull overshoots its target."""
         if callable(self.strength) or isinstance(self.strength, jax.Array):
@@ -342,6 +346,7 @@ def send(
     state: PullState,
     takes_part: Array,
     t: Array,
+    round: int | None = None,
 ) -> tuple[Target, PullState, float]:
     """Agrees on the target with the group. It is the only function that communicates.
 
@@ -355,6 +360,7 @@ def send(
       state: the pull's state.
       takes_part: bool scalar, whether this worker takes part.
       t: int32 scalar, the step.
+      round: the round of the rule's graph, or None if t decides.
 
     Returns:
       (target, state, bytes_sent). bytes_sent is known while tracing.
@@ -366,7 +372,7 @@ def send(
         takes_part &= ~state.agreement.differs
     if pull.is_narrow:
         group = EncodedGroup(axes, channel, wire, state.wire, t, group.bytes_sent)
-    group.exchange_number = -(-t // pull.every)
+    group.exchange_number, group.round = pull.exchange_number(t), round
     group.is_delayed = pull.delay > 0 and group.channel.transposes
     z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t)
     if not group.is_delayed:  # see `Group.movable`
@@ -398,6 +404,7 @@ def send_pending(
     like: Tree,
     state: PullState,
     t: Array,
+    round: int | None = None,
 ) -> tuple[PullState, float]:
     """Sends the message of a delayed pull: `send` with what the state has kept.
 
@@ -409,6 +416,7 @@ def send_pending(
       like: a tree like the pull's part, for its dtypes.
       state: the pull's state after the step of the agreement.
       t: int32 scalar, the step of the agreement.
+      round: see `send`.
 
     Returns:
       (state, bytes_sent): the state with the target in place of what was kept.
@@ -416,7 +424,7 @@ def send_pending(
     kept: Any = fetched(pull, state).pending
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
-    target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t)
+    target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, round)
     arrived = kept._replace(z=trees.widen(target.z), found=target.found)
     return stored(pull, state._replace(pending=arrived)), bytes_sent
 

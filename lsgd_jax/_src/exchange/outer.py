@@ -14,7 +14,7 @@ from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import exchange as lock_step
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.exchange import Exchange
-from lsgd_jax._src.exchange.phases import Phase, Plan
+from lsgd_jax._src.exchange.phases import Phase, Plan, Sizes
 from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.exchange.step import ExchangeState, Step
 from lsgd_jax._src.explicit import with_automatic_axes
@@ -106,13 +106,13 @@ class Outer(ByValue):
         with lock_step.naming_the_state(state, lambda: self.init(params)):
             return run(params, state, loss, extras, plan)
 
-    def phase(self, step: int) -> Phase:
-        """Returns what the pulls do at this step, counted from 1; for host loops."""
-        return self.method.phase(step)
+    def phase(self, step: int, sizes: Sizes | None = None) -> Phase:
+        """Returns what the pulls do at this step, counted from 1; see `Exchange.phase`."""
+        return self.method.phase(step, sizes)
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self, sizes: Sizes | None = None) -> tuple[Phase, ...]:
         """Returns all phases from the second step on."""
-        return self.method.phases()
+        return self.method.phases(sizes)
 
     def is_due(self, step: int) -> bool:
         """Whether a pull does anything at this step, counted from 1; for host loops."""

@@ -1,18 +1,27 @@
 """Phases: which pulls send and land at a step, known while tracing or from the count.
 
 A loop that counts its steps on the host knows what is due. A step that is compiled for one
-phase has no conditional, so XLA can run its collectives beside the gradient.
+phase has no conditional, so XLA can run its collectives beside the gradient. A permutation
+is part of a program, so on a graph that changes with the exchange a phase also names the
+round, if it is told the sizes of the axes: then a program holds one round, not all of them.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax._src.exchange.branch import any_of, is_due
 from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.parts import Fragment
+from lsgd_jax._src.shared import WORKER_AXES
+from lsgd_jax._src.wire.group import Group
+
+
+Sizes = Mapping[str, int]  # of the axes of the workers
 
 
 class Phase(NamedTuple):
@@ -24,11 +33,14 @@ class Phase(NamedTuple):
       lands: the pulls that move the parameters, at the end of the step.
       records: the pulls with a delay that keep the parameters, which they send at the start
         of the next step.
+      rounds: for each pull in `sends` the round of its graph, or None if the program does
+        not depend on it or the step count decides; () if that is so for all.
     """
 
     sends: tuple[int, ...] = ()
     lands: tuple[int, ...] = ()
     records: tuple[int, ...] = ()
+    rounds: tuple[int | None, ...] = ()
 
     @property
     def is_quiet(self) -> bool:
@@ -37,7 +49,8 @@ class Phase(NamedTuple):
 
     def __str__(self) -> str:
         """The phase in words: 'send 0, land 0', or 'quiet'."""
-        acts = zip(("send", "land", "record"), self)
+        known = tuple(r for r in self.rounds if r is not None)
+        acts = zip(("send", "land", "record", "round"), (*self[:3], known))
         words = [f"{act} {'+'.join(map(str, who))}" for act, who in acts if who]
         return ", ".join(words) or "quiet"
 
@@ -46,11 +59,15 @@ QUIET = Phase()
 
 
 class Turn(NamedTuple):
-    """Whether one pull sends, lands and records at a step: bools, or arrays of bool."""
+    """Whether one pull sends, lands and records at a step: bools, or arrays of bool.
+
+    `round` is that of its graph, or None if the exchange is to find it.
+    """
 
     sends: Any
     lands: Any
     records: Any
+    round: Any = None
 
     @property
     def arrives(self) -> Any:
@@ -68,26 +85,60 @@ class Turn(NamedTuple):
         return cls(sends, lands, is_due(t, pull.every, pull.agrees_at))
 
 
-def phase_at(pulls: Sequence[Pull], t: int) -> Phase:
+def turns_of(pull: Pull, sizes: Sizes | None) -> tuple[int, ...]:
+    """The rounds that phases name, by exchange; () if they name none.
+
+    A fragment's exchanges find theirs: a program for each fragment and round were too many.
+
+    Raises:
+      ValueError: sizes without an axis of the pull.
+    """
+    if sizes is None or isinstance(pull.part, Fragment):
+        return ()
+    alone = dict.fromkeys(WORKER_AXES, 1) if {*WORKER_AXES} & {*sizes} else {}
+    known, axes = {**alone, **sizes}, Group(pull.rule.axes).axes
+    if missing := [axis for axis in axes if axis not in known]:
+        raise ValueError(
+            f"`sizes` must have the axis {missing[0]!r} of the method, got {dict(sizes)}"
+        )
+    return pull.rule.turns(math.prod(known[axis] for axis in axes))
+
+
+def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase:
     """Returns the phase of step t.
 
     >>> import lsgd_jax as lj
     >>> pulls = lj.diloco(4, fragments=2, delay=1).pulls
     >>> [str(phase_at(pulls, t)) for t in (1, 2, 3, 4)]
     ['record 0', 'send 0, land 0', 'record 1', 'send 1, land 1']
+    >>> [str(phase_at(lj.sgp().pulls, t, {"node": 2, "local": 2})) for t in (1, 2, 3)]
+    ['send 0, land 0, round 0', 'send 0, land 0, round 1', 'send 0, land 0, round 0']
     """
-    turns = [Turn.at(pull, t) for pull in pulls]
-    return Phase(*(tuple(k for k, due in enumerate(row) if due) for row in zip(*turns)))
+    acts = [Turn.at(pull, t)[:3] for pull in pulls]
+    due = Phase(*(tuple(k for k, acts in enumerate(row) if acts) for row in zip(*acts)))
+    rounds = [_round_at(pulls[k], t, turns_of(pulls[k], sizes)) for k in due.sends]
+    is_open = all(r is None for r in rounds)
+    return due if is_open else due._replace(rounds=tuple(rounds))
 
 
-def all_phases(pulls: Sequence[Pull]) -> tuple[Phase, ...]:
+def _round_at(pull: Pull, t: Any, turns: Sequence[int]) -> Any:
+    """The round of the message that is sent at step t; None if phases name none."""
+    if not turns:
+        return None
+    number = pull.exchange_number(t - (pull.delay > 0))
+    if isinstance(t, int):
+        return turns[(number - 1) % len(turns)]
+    return jnp.asarray(turns)[(number - 1) % len(turns)]
+
+
+def all_phases(pulls: Sequence[Pull], sizes: Sizes | None = None) -> tuple[Phase, ...]:
     """Returns the phases of all steps from the second on, the quiet one last.
 
     >>> import lsgd_jax as lj
     >>> [str(phase) for phase in all_phases(lj.lsgd(0.1, 0.1, 16, 64).pulls)]
     ['send 0, land 0', 'send 0+1, land 0+1', 'quiet']
     """
-    cycle = math.lcm(*(pull.every for pull in pulls))
+    cycle = cycle_of(pulls, sizes)
     steps = {
         t
         for pull in pulls
@@ -95,9 +146,15 @@ def all_phases(pulls: Sequence[Pull]) -> tuple[Phase, ...]:
         for t in range(at or pull.every, cycle + pull.every + 1, pull.every)
         if t > 1
     }
-    found = dict.fromkeys(phase_at(pulls, t) for t in sorted(steps))
+    found = dict.fromkeys(phase_at(pulls, t, sizes) for t in sorted(steps))
     is_quiet_between = len({t % cycle for t in steps}) < cycle
     return (*found, *([QUIET] if is_quiet_between else []))
+
+
+def cycle_of(pulls: Sequence[Pull], sizes: Sizes | None = None) -> int:
+    """Returns the number of steps after which the phases start over."""
+    rounds = lambda pull: max(1, len(turns_of(pull, sizes)))
+    return math.lcm(*(pull.every * rounds(pull) for pull in pulls))
 
 
 class Plan(NamedTuple):
@@ -126,7 +183,7 @@ class Plan(NamedTuple):
             raise ValueError(f"pass `due` or `phase`, got {due=}, {phase=}")
         if not isinstance(phase, Phase):
             raise ValueError(f"`phase` must be what `phase(step)` returned, got {phase=!r}")
-        for k in itertools.chain(*phase):
+        for k in itertools.chain(*phase[:3]):
             if not isinstance(k, int):
                 raise ValueError(
                     "`phase` must be known while tracing, got an array: name it in "
@@ -144,14 +201,31 @@ class Plan(NamedTuple):
         """Returns what each pull does at step t."""
         if self.phase is None:
             return [Turn.at(pull, t) for pull in pulls]
-        return [Turn(*(k in who for who in self.phase)) for k in range(len(pulls))]
+        rounds = dict(zip(self.phase.sends, self.phase.rounds))
+        return [
+            Turn(*(k in who for who in self.phase[:3]), round=rounds.get(k))
+            for k in range(len(pulls))
+        ]
 
     def differs(self, pulls: Sequence[Pull], t: Array) -> Any:
-        """Returns whether the phase is another one than that of step t."""
+        """Returns whether the phase is another one than that of step t.
+
+        Raises:
+          ValueError: a round that the pull's graph does not have.
+        """
         if self.phase is None:
             return False
-        pairs = zip(
-            itertools.chain(*self.turns(pulls, t)),
-            itertools.chain(*(Turn.at(pull, t) for pull in pulls)),
-        )
-        return any_of(*(given != known for given, known in pairs))
+        differ: list[Any] = []
+        for pull, turn in zip(pulls, self.turns(pulls, t)):
+            differ += [act != due for act, due in zip(turn[:3], Turn.at(pull, t))]
+            if turn.round is not None:
+                turns = pull.rule.turns(Group(pull.rule.axes).size)
+                if turn.round not in turns:
+                    known = ", ".join(map(str, sorted({*turns}))) or "no rounds"
+                    raise ValueError(
+                        "`phase` must name a round of the graph of these workers, which "
+                        f"has {known}, got phase={self.phase!s}: pass the sizes of their "
+                        "axes to `phase(step, sizes)`"
+                    )
+                differ.append(turn.round != _round_at(pull, t, turns))
+        return any_of(*differ)

@@ -67,6 +67,9 @@ class Rule(ByValue):
         without one.
       is_common: whether z is bit-identical on all workers of the group, and not part of a
         `Shared` in the state. `verify` then compares it, see `Pull`.
+      turns: W -> for each of its exchanges in turn the round of its graph, after which it
+        starts over; () if no program depends on the round. With the sizes of the axes a
+        phase names the round, see `Group.round_of`. Defaults to a rule without rounds.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
 
@@ -82,6 +85,7 @@ class Rule(ByValue):
     reads_x: bool = True
     reads: tuple[Read, ...] = ()
     is_common: bool = False
+    turns: Callable[[int], tuple[int, ...]] = lambda size: ()
 
     def __post_init__(self):
         check_axes(self.axes)

@@ -97,7 +97,9 @@ class Step:
 
         def send(state: PullState) -> PullState:
             like = parts.select(pull.part, x)
-            state, self._sent[k] = kernel.send_pending(pull, like, state, self._common - 1)
+            state, self._sent[k] = kernel.send_pending(
+                pull, like, state, self._common - 1, self._turns[k].round
+            )
             return state
 
         return cond(self._turns[k].sends, send, lambda state: state, state)
@@ -217,7 +219,7 @@ class Step:
 
         def send_and_land(us: list[Array], state: PullState) -> Any:
             target, state, self._sent[k] = kernel.send(
-                pull, None, x, y_of(us), state, takes_part, self._common
+                pull, None, x, y_of(us), state, takes_part, self._common, turn.round
             )
             return land(us, target, state)
 

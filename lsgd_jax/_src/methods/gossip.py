@@ -1,5 +1,7 @@
 """Gossip with doubly stochastic weights: D-PSGD, and AD-PSGD in lock-step."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -23,7 +25,7 @@ from lsgd_jax._src.topology import (
     ring,
 )
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.wire.group import Group, turns_of
 
 
 @by_value
@@ -60,7 +62,8 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
         own = jnp.where(takes_part, 1 - mass, 0)
         return blend(y, own, sums, mass, error, mass), takes_part | (mass > 0), state
 
-    return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False)
+    turns = turns_on(graph)
+    return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False, turns=turns)
 
 
 def weight_dtype(params: Tree) -> Any:
@@ -79,7 +82,7 @@ def send(
       quantization error of its own y, or None. m_j = P_ij · weight_j with P as in
       `Topology.mixing`, and 0 for a worker that is not finite.
     """
-    r = topology.round_at(group.exchange_number)
+    r = group.round_of(len(topology.rounds))
     shares = jnp.asarray(topology.given, weight.dtype)[r, group.index]
     given = jnp.where(takes_part, shares * weight, 0)
     message = jax.tree.map(lambda y: jnp.where(takes_part, y, 0), y)
@@ -87,9 +90,21 @@ def send(
     return sums, mass, group.quantization_error(message)
 
 
-def share(group: Group, topology: Topology, r: Array, dtype: Any) -> Array:
-    """P_jj, the share that this worker keeps in round r: a scalar."""
+def share(group: Group, topology: Topology, dtype: Any) -> Array:
+    """P_jj, the share that this worker keeps in this exchange's round: a scalar."""
+    r = group.round_of(len(topology.rounds))
     return jnp.asarray(topology.kept, dtype)[r, group.index]
+
+
+def turns_on(graph: Callable[[int], Topology]) -> Callable[[int], tuple[int, ...]]:
+    """Returns `Rule.turns` of a graph; rounds are equal in their edges and weights."""
+
+    @functools.cache  # a host loop asks at every step
+    def turns(size: int) -> tuple[int, ...]:
+        here = graph(size)
+        return turns_of(list(zip(here.rounds, here.weights)), size)
+
+    return turns
 
 
 def blend(

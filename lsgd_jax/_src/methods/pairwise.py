@@ -15,7 +15,7 @@ from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
-from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
+from lsgd_jax._src.methods.gossip import blend, send, share, turns_on, weight_dtype
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
 from lsgd_jax._src.trees import value_at, widened
@@ -119,7 +119,7 @@ def pairwise(
     def agree(group, x, y, state, takes_part, t):
         mine, here = state.measure, graph(group.size)
         message = jax.tree.map(lambda a: jnp.where(takes_part, a, 0), (y, mine))
-        r, weight = here.round_at(group.exchange_number), takes_part.astype(jnp.float32)
+        r, weight = group.round_of(len(here.rounds)), takes_part.astype(jnp.float32)
         arrived = group.push(message, weight, here.rounds, r)
         (z, theirs), there = arrived[0], arrived[1] > 0
         error = group.quantization_error(message)
@@ -136,7 +136,8 @@ def pairwise(
         own = jax.tree.map(lambda a: jnp.where(takes_part, widened(a), 0), y)
         return trees.step_towards(own, z, f), takes_part | there, PairwiseState(mine)
 
-    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False)
+    turns = turns_on(graph)
+    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=turns)
     return exchange(Pull(rule, 1.0), **options)
 
 
@@ -233,13 +234,14 @@ def gosgd(
         w, here = state.weight, graph(group.size)
         sends = takes_part & group.bernoulli(value_at(send_probability, t), seed, t)
         # 1/2, or all where there is no peer.
-        kept = share(group, here, here.round_at(group.exchange_number), w.dtype)
+        kept = share(group, here, w.dtype)
         own = jnp.where(sends, kept * w, w)
         sums, mass, error = send(group, y, jnp.where(sends, w, 0), takes_part, here)
         z = blend(y, jnp.where(takes_part, own, 0), sums, mass, error, w - own)
         return z, takes_part | (mass > 0), SumWeightState(own + mass)
 
-    rule = Rule(axes, init, agree, keeps=(), reads_x=False)
+    turns = turns_on(graph)
+    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=turns)
     return exchange(Pull(rule, 1.0), **options)
 
 

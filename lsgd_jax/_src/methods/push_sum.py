@@ -12,7 +12,7 @@ from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
-from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
+from lsgd_jax._src.methods.gossip import blend, send, share, turns_on, weight_dtype
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, exponential, for_group
 from lsgd_jax._src.trees import Tree, widened, zeros
@@ -154,7 +154,7 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
         traveling = x if staleness else y
         *sent, error = send(group, traveling, w, takes_part, here)
         (sums, mass), *in_flight = (*state.in_flight, (sent[0], sent[1]))
-        kept = share(group, here, here.round_at(group.exchange_number), w.dtype) * w
+        kept = share(group, here, w.dtype) * w
         z = blend(traveling, jnp.where(takes_part, kept, 0), sums, mass, error, w - kept)
         weight = jnp.where(takes_part, kept, w) + mass
         if staleness:
@@ -166,4 +166,4 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
             z = jax.tree.map(add_step, z, x, y)
         return z, takes_part | (mass > 0), PushSumState(weight, tuple(in_flight))
 
-    return Rule(axes, init, agree, step, keeps=())
+    return Rule(axes, init, agree, step, keeps=(), turns=turns_on(graph))

@@ -14,7 +14,7 @@ from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.averaging import average
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, mean_of, widened
-from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.wire.group import Group, turns_of
 
 
 @by_value
@@ -64,11 +64,12 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
 
         mine = jax.tree.map(lambda y: jnp.where(takes_part, widened(y), 0), y)
         branches = [sum_over(hops) for hops in hops_of(group_size, group.size)]
-        r = (group.exchange_number - 1) % len(branches)
+        r = group.round_of(len(branches))
         sums, count = group.switch(r, branches, (mine, takes_part.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
-    return Rule(axes, init, agree, keeps=(), reads_x=False)
+    turns = lambda size: turns_of(list(map(tuple, hops_of(group_size, size))), size)
+    return Rule(axes, init, agree, keeps=(), reads_x=False, turns=turns)
 
 
 def check_group_size(group_size: int) -> None:

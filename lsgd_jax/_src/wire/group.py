@@ -8,7 +8,7 @@ a rule is traced. A `Group` is made for every agreement, and counts its bytes; a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -88,8 +88,10 @@ class Group:
       bytes_sent: bytes that this worker has sent so far; a `switch` counts as the mean of
         its branches.
       kept: the memory of an agreement; see `EncodedGroup`.
-      exchange_number: int32 scalar, the number of this exchange of the pull, 1, 2, …, from
-        which a graph takes its round; None outside of an agreement.
+      exchange_number: int32 scalar, the number of this exchange of the pull, 1, 2, …; None
+        outside of an agreement.
+      round: the round of the rule's graph if the phase of the step names it, otherwise
+        None; see `round_of`.
       is_delayed: whether the messages travel beside a step's gradient.
 
     >>> import jax.numpy as jnp
@@ -106,6 +108,7 @@ class Group:
         self.bytes_sent = 0.0
         self.kept: Any = ()
         self.exchange_number: Any = None
+        self.round: int | None = None
         self.is_delayed = False
 
     # Members
@@ -269,19 +272,20 @@ class Group:
         tree: Tree,
         weight: Array,
         rounds: Sequence[Sequence[Permutation]],
-        r: Array,
+        r: Any,
     ) -> tuple[Tree, Array]:
         """Sends each worker's tree and weight to its out-neighbors in one round of a graph.
 
-        A compiled program holds few rounds as branches. Of many rounds, such as random
-        matchings, it holds none: the permutation depends on r, see `MeshChannel.permute`.
+        A compiled program holds one round if it is known, or few rounds as branches. Of
+        many rounds, such as random matchings, it holds none: the permutation depends on r,
+        see `MeshChannel.permute`.
 
         Args:
           tree: the tree to send, finite; varying.
           weight: float scalar, or [n] with one weight per permutation of the round;
             varying.
           rounds: for each round its permutations, as for `permute`.
-          r: int32 scalar, the round; the same for the whole group.
+          r: the round, see `round_of`; the same for the whole group.
 
         Returns:
           (sums, mass): over this worker's in-neighbors j, Σ weight_j · tree_j (in float32
@@ -303,7 +307,7 @@ class Group:
 
             return send
 
-        if len(set(rounds)) > most_branches(self.size):
+        if len(set(rounds)) > most_branches(self.size) and not isinstance(r, int):
             sources = jnp.asarray(sources_of(rounds, self.size))[r]
             return along(list(sources))((tree, weight))
         return self.switch(r, list(map(along, rounds)), (tree, weight))
@@ -327,10 +331,16 @@ class Group:
         scalars = jax.tree.map(jnp.asarray, scalars)
         return shard_by_shard(of_shards, tree, *scalars)
 
-    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+    def round_of(self, count: int) -> Any:
+        """The round of this exchange on a graph of so many: an int or an int32 scalar."""
+        if self.round is not None:
+            return self.round
+        return (self.exchange_number - 1) % count
+
+    def switch(self, r: Any, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch` for branches that communicate; r is the same for the whole group."""
-        if len(branches) == 1:
-            return branches[0](operand)
+        if len(branches) == 1 or isinstance(r, int):
+            return branches[r if isinstance(r, int) else 0](operand)
         before, sent = self.bytes_sent, {}
 
         def counting(i: int, branch: Callable) -> Callable:
@@ -386,6 +396,19 @@ class Group:
 def most_branches(size: int) -> int:
     """The most rounds of a graph that a program holds as branches, a little over log2 W."""
     return math.ceil(math.log2(size)) + 1
+
+
+def turns_of(rounds: Sequence[Hashable], size: int) -> tuple[int, ...]:
+    """For each round the first one that equals it: the rounds that a phase may name.
+
+    () if programs hold the only round, or none of too many: a phase names nothing then.
+
+    >>> turns_of(["a", "b", "a"], 8), turns_of("abcdefghi", 8), turns_of("aa", 8)
+    ((0, 1, 0), (), ())
+    """
+    first: dict[Hashable, int] = {}
+    turns = tuple(first.setdefault(each, r) for r, each in enumerate(rounds))
+    return turns if 1 < len(first) <= most_branches(size) else ()
 
 
 def sources_of(rounds: Sequence[Sequence[Permutation]], size: int) -> np.ndarray:

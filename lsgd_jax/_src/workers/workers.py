@@ -150,6 +150,12 @@ class Workers:
         )
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes of the workers, by the names that methods may have."""
+        named = {"node": self.nodes, "local": self.locals}
+        return {**self._grid.sizes, **named}
+
+    @property
     def replicated(self) -> NamedSharding:
         """The old name of `shared_sharding`."""
         message = (

@@ -41,6 +41,33 @@ def test_the_phases_of_a_delay_beyond_one_step():
     assert [str(early.phase(t)) for t in (1, 5)] == ["land 0", "send 0, land 0"]
 
 
+def test_a_phase_names_the_round_of_a_graph():
+    sizes = {"node": 4, "local": 2, "fsdp": 4}
+    count = lambda method, sizes=sizes: len(method.phases(sizes))
+    method = lj.sgp(lj.topology.exponential)
+    assert [method.phase(t, sizes).rounds for t in range(1, 5)] == [(0,), (1,), (2,), (0,)]
+    assert [method.phase(t).rounds for t in (1, 2)] == [(), ()]
+    assert count(method) == 3 and count(method, {"node": 512}) == 9
+    assert count(lj.wagma(2, 3)) == 3 and count(lj.wagma(2, 10)) == 3 + 3
+    # A round that comes again is the same program.
+    pairs = lj.topology.from_edges([[(0, 1), (1, 0)], [(0, 2), (2, 0)]] * 5, 8)
+    assert count(lj.dpsgd(pairs)) == 2
+    # One program serves all random matchings. A fragment's message is small.
+    assert count(lj.contrib.noloco(4)) == 1 + 1
+    assert count(lj.sgp(axes="node", part=lj.fragment(0, 2))) == 1
+    # With a delay the message is that of the step before.
+    late = lj.exchange(lj.sgp(axes="node").pulls[0], delay=0)
+    late = lj.exchange(lj.Pull(late.pulls[0].rule, 1.0, every=2, delay=1))
+    assert [str(late.phase(t, sizes)) for t in (2, 3, 4, 6)] == [
+        "send 0, land 0, round 0",
+        "record 0",
+        "send 0, land 0, round 1",
+        "send 0, land 0, round 0",
+    ]
+    with pytest.raises(ValueError, match="`sizes` must have the axis 'node' of the method"):
+        method.phase(1, {"replica": 4})
+
+
 def overlaps(kind, make, form):
     """The shares of the products beside each message of parameters across slices."""
     if kind == "tpu":

@@ -87,12 +87,15 @@ def stepping(pulls, workers):
 @pytest.mark.parametrize("name", [*PULLS, *methods_that_pull()])
 def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
     pulls = PULLS[name]() if name in PULLS else METHODS[name].make(4)
-    of, x, state, *rest = stepping(pulls, lj.Workers(2, 2))
+    workers = lj.Workers(2, 2)
+    # One round of a graph rounds otherwise than a branch, so a narrow message may differ.
+    sizes = None if "+" in name else workers.sizes
+    of, x, state, *rest = stepping(pulls, workers)
     usual, quiet, step = of(), of(due=False), functools.cache(lambda p: of(phase=p))
     expected = (x, state)
     for t in range(1, 9):
-        phase = pulls.phase(t)
-        assert t == 1 or phase in pulls.phases()
+        phase = pulls.phase(t, sizes)
+        assert t == 1 or phase in pulls.phases(sizes)
         expected = usual(*expected, *rest)
         x, state = (step(phase) if pulls.is_due(t) else quiet)(x, state, *rest)
     # After a quiet step no sample of the parameters is kept.
@@ -101,11 +104,11 @@ def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
     chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-7)
     text = quiet.lower(x, state, *rest).compile().as_text()
     assert exchanges(text) == (0, []) and " conditional(" not in text
-    for phase in pulls.phases():
+    for phase in pulls.phases(sizes):
         text = step(phase).lower(x, state, *rest).compile().as_text()
         sent, branches = exchanges(text)
         assert bool(sent or branches) == (not phase.is_quiet)
-        assert not branches or name not in PULLS or name == "sgp_in_nodes"  # its graph
+        assert not branches or name not in PULLS
 
 
 def test_a_due_pull_that_was_omitted_is_reported():
@@ -124,6 +127,7 @@ def test_due_must_be_known_while_tracing():
     for phase, message in (
         (True, "`phase` must be what `phase"),
         (lj.lsgd().phase(128), "which has 1 pulls, got phase=send 0"),
+        (lj.Phase((0,), (0,), rounds=(7,)), "has no rounds, got .*round 7: pass the sizes"),
     ):
         with pytest.raises(ValueError, match=message):
             of(phase=phase)(*given)
