@@ -189,7 +189,7 @@ def grawa(
 
     Raises:
       ValueError: λ outside [0, 1], ρ outside [0, 1), a negative p, a period below 1,
-        fragments that do not divide it, a delay of τ / F or more.
+        fragments that do not divide it, a delay of τ or more.
 
     Reference: Dimlioglu, Choromanska, AISTATS 2024, arXiv:2403.04206; defaults as in its
     code.

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from lsgd_jax._src.checks import check_option, check_period
+from lsgd_jax._src.checks import check_option
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.memory import Memory
 from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis, in_fragments
@@ -26,8 +26,9 @@ class PullOptions(TypedDict, total=False):
       wire: the format in which parameters travel, or a `Wire` or `TopK`.
       fragments: number of fragments that take turns, F; must divide the period. Fragment i
         is pulled at steps t ≡ (i + 1) τ / F (mod τ), with a state of its own.
-      delay: steps between the agreement and the pull, less than τ / F. The message travels
-        meanwhile; a copy of the parameters is kept.
+      delay: steps between the agreement and the pull, less than τ. The message travels
+        meanwhile; a copy of the parameters is kept. With a delay of τ / F or more the
+        messages of several fragments are in flight.
       part: the leaves to exchange, as for `Pull`. Defaults to all.
       scan_axis: the axis along which layers are stacked, of all leaves or by path.
         Fragments cut leaves there, see `fragment`. By default leaves are not cut.
@@ -148,7 +149,6 @@ def with_options(pulls: Sequence[Pull], options: PullOptions) -> list[Pull]:
 def _changed(pull: Pull, options: Mapping[str, Any]) -> Pull:
     """The pull with options that need no more than its own fields."""
     if isinstance(fragment := pull.part, Fragment):
-        check_period("delay", options.get("delay", 0), pull.every // fragment.count)
         if "part" in options:
             options = {**options, "part": fragment._replace(part=options["part"])}
     return dataclasses.replace(pull, **options)

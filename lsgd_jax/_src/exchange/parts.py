@@ -82,8 +82,7 @@ def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> li
       scan_axis: see `fragment`.
 
     Raises:
-      ValueError: fragments of a fragment, or that do not divide the period, a delay of
-        τ / F or more.
+      ValueError: fragments of a fragment, or that do not divide the period.
 
     >>> import lsgd_jax as lj
     >>> pull = lj.Pull(lj.average("local"), 1.0, every=8)
@@ -104,7 +103,6 @@ def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> li
             f"{pull.part.count} fragments"
         )
     turn = pull.every // count
-    check_period("delay", pull.delay, turn)
     return [
         dataclasses.replace(
             pull,

@@ -143,7 +143,7 @@ def diloco(
 
     Raises:
       ValueError: a period below 1, fragments that do not divide it or are more than the
-        leaves, a delay of τ / F or more, a mixing outside [0, 1], a radial merge in a
+        leaves, a delay of τ or more, a mixing outside [0, 1], a radial merge in a
         narrow wire format, and what `anchored` refuses.
 
     Reference: Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Douillard et al.,

@@ -198,7 +198,7 @@ def lsgd(
 
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1, fragments that do not
-        divide a period or are more than the leaves, a delay of τ / F or more, an unknown
+        divide a period or are more than the leaves, a delay of τ or more, an unknown
         order, axes that are not one or two names.
 
     Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).

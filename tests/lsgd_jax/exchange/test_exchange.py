@@ -21,7 +21,10 @@ def pair():
 # Offsets, parts and delays
 
 
-@pytest.mark.parametrize(("delay", "turns"), [(3, [0]), (0, [2, 0]), (1, [2, 0])])
+@pytest.mark.parametrize(
+    ("delay", "turns"),
+    [(3, [0]), (0, [2, 0]), (1, [2, 0]), (3, [2, 0])],  # the last has two in flight
+)
 def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
     """z is the y of the leader elected `delay` steps before; τ = 4, λ = 0.25."""
     rng = np.random.default_rng(0)
@@ -43,6 +46,56 @@ def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
             if (t + delay) % 4 == turn and delay:
                 sent = x[losses[t - 1].argmin()]
             close(seen[t - 1][part], x)
+
+
+def streaming(layers, overlap, alpha, outer):
+    """MaxText's streaming DiLoCo: fragment 0 is all that is no layer, and then each layer.
+
+    At step t ≡ f its mean moves the outer parameters, which the workers take V steps later.
+    """
+    rule, F = lj.anchored(outer, "local"), layers + 1
+    of = lambda f, part: lj.Pull(rule, 1 - alpha, F, (f + overlap) % F, overlap, part=part)
+    rest = of(0, lambda path: not path.startswith("layers"))
+    layer = lambda i: lj.fragment(i, layers, ["layers"], scan_axis=0)
+    return lj.exchange(rest, *(of(1 + i, layer(i)) for i in range(layers)))
+
+
+@pytest.mark.parametrize(
+    "layers, overlap, alpha",
+    [(3, 2, 0.25), pytest.param(36, 2, 0.0, marks=pytest.mark.slow)],  # its own default
+)
+def test_streaming_diloco_is_that_of_maxtext(layers, overlap, alpha):
+    F, rate, beta = layers + 1, 0.1, 0.9
+    rng = np.random.default_rng(0)
+    # A row for each fragment: the embedding, and the layers.
+    steps = 0.1 * rng.normal(size=(3 * F + 1, 2, F, 2)).astype(np.float32)
+    method = streaming(layers, overlap, alpha, optax.sgd(rate, beta, nesterov=True))
+    tree = lambda rows: {"embedding": rows[:, 0], "layers": {"w": rows[:, 1:]}}
+    workers = pair()
+    tx = optax.chain(optax.sgd(1.0), method)
+    x = workers.put(tree(np.zeros([2, F, 2], np.float32)))
+    state = workers.map(tx.init)(x)
+
+    def step(x, state, g, phase):
+        u, state = tx.update(g, state, x, phase=phase)
+        return lj.apply_updates(x, u), state
+
+    run = workers.map(step, static="phase")
+    inner, outer = np.zeros([2, F, 2]), np.zeros([F, 2])
+    trace = np.zeros([F, 2])
+    for t, gradient in enumerate(steps, 1):
+        x, state = run(x, state, workers.put(tree(gradient)), phase=method.phase(t))
+        inner = inner - gradient
+        f, late = t % F, t - overlap
+        delta = outer[f] - inner[:, f].mean(0)
+        trace[f] = delta + beta * trace[f]
+        outer[f] = outer[f] - rate * (delta + beta * trace[f])
+        if late > 0:
+            f = late % F
+            inner[:, f] = alpha * inner[:, f] + (1 - alpha) * outer[f]
+        close(workers.fetch(x), tree(inner.astype(np.float32)))
+    assert len(method.phases()) == F
+    assert [level.misplaced.max() for level in lj.diagnostics(state)] == [0] * F
 
 
 def test_a_pull_acts_on_its_part_at_its_offset():
@@ -215,7 +268,7 @@ def test_resize_discards_messages_in_flight():
         (lambda: lj.allreduce(axes=3), "or a tuple of names, got axes=3"),
         (lambda: lj.fragment(2, 2), r"`index` must be an int in \[0, 2\)"),
         (lambda: lj.diloco(7, fragments=2), "`fragments` must divide the period"),
-        (lambda: lj.diloco(8, fragments=2, delay=4), r"`delay` must be an int in \[0, 4\)"),
+        (lambda: lj.diloco(8, fragments=2, delay=8), r"`delay` must be an int in \[0, 8\)"),
         (lambda: lj.lsgd(0.1, 0.1, 4, 8, delay=4), "`delay` must be"),
         (
             lambda: lj.lsgd(0.1, 0.1, 8, 9, fragments=2),

@@ -133,9 +133,9 @@ def test_a_method_of_the_user_takes_the_options():
             "`fragments` must be given once, got fragments=2 for pulls that are in 2",
         ),
         (
-            lambda: lj.exchange(lj.diloco(8, fragments=2), delay=4),
+            lambda: lj.exchange(lj.diloco(8, fragments=2), delay=8),
             ValueError,
-            r"`delay` must be an int in \[0, 4\)",
+            r"`delay` must be an int in \[0, 8\)",
         ),
         (
             lambda: lj.exchange(lj.diloco(8, merge="radial"), wire="int8"),

@@ -20,6 +20,8 @@ METHODS = {
     "diloco": lambda delay: lj.diloco(64, delay=delay),
     "fragments": lambda delay: lj.diloco(64, fragments=2, delay=delay, scan_axis=0),
     "int8": lambda delay: lj.diloco(64, delay=delay, wire="int8"),
+    # Each step sends a layer, while the one before is on its way.
+    "in_flight": lambda delay: lj.diloco(4, fragments=4, delay=2 * delay, scan_axis=0),
 }
 
 
@@ -122,7 +124,7 @@ def test_on_tpus_a_delayed_message_travels_beside_the_whole_gradient(name, form)
 
 @pytest.mark.aot
 @pytest.mark.parametrize("form", ["outer", "chain"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS][:-1])  # not the last: one short message
 def test_on_gpus_a_delayed_message_travels_beside_part_of_the_gradient(name, form):
     """XLA starts it as late as the transfer takes on the links that it assumes."""
     beside = overlaps("gpu", METHODS[name](1), form)
