@@ -18,6 +18,7 @@ from lsgd_jax._src.shared import check_rows, naming, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
 from lsgd_jax._src.workers.device_grid import Slots, leading_axis_over
+from lsgd_jax._src.workers.lookups import with_whole_tables
 
 
 class Grid(NamedTuple):
@@ -144,7 +145,7 @@ def _trace(
     traced, outputs = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)(*args)
     uniform.check(traced.jaxpr, args, outputs, grid.sizes)
     (mapped,) = traced.eqns
-    body = jaxpr_as_fun(ClosedJaxpr(mapped.params["jaxpr"], ()))
+    body = jaxpr_as_fun(ClosedJaxpr(with_whole_tables(mapped.params["jaxpr"]), ()))
 
     def run(*leaves: Any) -> list[Any]:
         names = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
