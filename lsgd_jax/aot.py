@@ -13,6 +13,10 @@ from lsgd_jax._src.aot.compiling import report_of as report_of
 from lsgd_jax._src.aot.flops import flops as flops
 from lsgd_jax._src.aot.memory import Memory as Memory
 from lsgd_jax._src.aot.options import overlap_options as overlap_options
+from lsgd_jax._src.aot.planning import Choice as Choice
+from lsgd_jax._src.aot.planning import Plan as Plan
+from lsgd_jax._src.aot.planning import check_hidden as check_hidden
+from lsgd_jax._src.aot.planning import plan as plan
 from lsgd_jax._src.aot.pod import Pod as Pod
 from lsgd_jax._src.aot.pod import gpu as gpu
 from lsgd_jax._src.aot.pod import tpu as tpu

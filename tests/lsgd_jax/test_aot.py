@@ -322,6 +322,92 @@ def test_several_steps_are_compared_in_one_table():
     assert set(json.loads(both.to_json())) == {"quiet", "due"}
 
 
+# Plans
+
+
+def planned(**settings):
+    """Plans DiLoCo. Returns the plan, and the phases that were compiled each time.
+
+    A step computes for a second. A message takes 4, in int8 1, and stands beside all
+    products if it is delayed.
+    """
+    compiled = []
+
+    def report(method, phases):
+        compiled.append([str(phase) for phase in phases])
+        (delay,), (wire,) = (
+            {getattr(p, x) for p in method.pulls} for x in ("delay", "wire")
+        )
+        whole = priced(5e8 if wire == "float32" else 1.25e8, float(delay > 0))
+        (program,) = whole.programs
+        (message,) = program.collectives
+        send = (message._replace(waits=delay == 0),)
+        programs = tuple(
+            dataclasses.replace(program, phase=x, collectives=send if x.sends else ())
+            for x in phases
+        )
+        return dataclasses.replace(whole, programs=programs)
+
+    return aot.plan(report, lj.diloco, **settings), compiled
+
+
+def test_a_plan_compiles_each_kind_of_phase_once_for_all_periods():
+    plan, compiled = planned(period=[4, 8, 3], fragments=[1, 2], delay=[0, 1])
+    assert compiled == [
+        ["send 0, land 0", "quiet"],
+        ["record 0", "send 0, land 0", "quiet"],
+        ["send 0, land 0", "quiet"],  # the second fragment is of the same kind
+        ["send 0, land 0", "record 1"],
+        ["record 0", "send 0, land 0", "quiet"],  # with period 8
+    ]
+    assert len(plan.choices) == 10 and len(plan.refused) == 2
+    for choice in plan.choices:
+        shares = {p.name: p.share for p in choice.report.programs}
+        assert sum(shares.values()) == 1
+        each = 1 / choice.settings["period"]
+        assert all(
+            shares[f"send {k}, land {k}"] == each
+            for k in range(choice.settings["fragments"])
+        )
+        assert choice.staleness == choice.settings["delay"]
+    assert "left out: period=3, fragments=2, delay=0: `fragments` must divide" in str(plan)
+
+
+def test_a_plan_is_sorted_and_says_why_a_message_is_exposed():
+    plan, _ = planned(period=[4], wire=["float32", "int8"], delay=[0, 1])
+    found = [(x.settings["wire"], x.staleness, x.step, x.reason) for x in plan.choices]
+    assert found == [
+        ("int8", 1, 1.0, ""),
+        ("int8", 0, 1.25, "the message depends on this step's gradient"),
+        ("float32", 1, 1.75, "the transfer takes longer than the products beside it"),
+        ("float32", 0, 2.0, "the message depends on this step's gradient"),
+    ]
+    assert plan.best.exposed == 0 and plan.best.name == "period=4, wire=int8, delay=1"
+    lines = str(plan).splitlines()
+    assert lines[1].split()[:5] == ["period", "wire", "delay", "HBM,", "GiB"]
+    assert lines[2].split()[-2:] == ["1e+03", "1"] and lines[3].endswith("step's gradient")
+    assert plan.at(1e12).choices[1].step == pytest.approx(1.0, abs=1e-2)
+    (best, *_) = json.loads(plan.to_json())["choices"]
+    assert best["settings"] == {"period": 4, "wire": "int8", "delay": 1}
+    assert best["staleness"] == 1 and len(best["programs"]) == 3
+    with pytest.raises(ValueError, match="`period` must be a positive int"):
+        planned(period=[0])
+
+
+def test_messages_that_are_not_hidden_are_refused():
+    aot.check_hidden(priced(across=1.0, overlap=0.5))
+    with pytest.raises(AssertionError, match="20 % of the products .* 50 %: XLA schedules"):
+        aot.check_hidden(priced(across=1.0, overlap=0.2))
+    aot.check_hidden(priced(across=1.0, overlap=0.2), overlap=0.2)
+    with pytest.raises(ValueError, match="no program that sends across slices"):
+        aot.check_hidden(priced())
+
+
+def test_a_message_after_a_product_waits_for_it():
+    """Of the two schedules' messages, the first one leaves before any product."""
+    assert [x.waits for x in found(TPU, splits=True).values()][:2] == [False, True]
+
+
 def test_a_figure_is_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     priced(across=1e9).figure(tmp_path / "figure.png")

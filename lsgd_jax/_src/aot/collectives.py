@@ -51,6 +51,7 @@ class Collective(NamedTuple):
       overlap: the share of the program's matrix products that are scheduled between its
         start and its end.
       links: the share of a device's links inside its slice that its group can use.
+      waits: whether it depends on a matrix product of the step.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Collective(NamedTuple):
     conditional: bool
     overlap: float
     links: float = 1.0
+    waits: bool = False
 
     @property
     def crosses(self) -> bool:
@@ -98,6 +100,7 @@ def collectives_of(program: Program, placement: Placement) -> list[Collective]:
         before = [0]
         for line in lines:
             before.append(before[-1] + program.products_of(line))
+        later = _after_products(program, lines)
         for each in _transfers(program, lines):
             products = times * (before[each.end] - before[each.start + each.alone])
             overlap = min(1.0, products / everything) if everything else 0.0
@@ -114,8 +117,18 @@ def collectives_of(program: Program, placement: Placement) -> list[Collective]:
                     conditional,
                     overlap,
                     links,
+                    any(name in later for name in lines[each.start].operands),
                 )
             )
+    return found
+
+
+def _after_products(program: Program, lines: Sequence[Instruction]) -> set[str]:
+    """The instructions of a computation that depend on a product in it, or are one."""
+    found: set[str] = set()
+    for line in lines:
+        if program.products_of(line) or any(name in found for name in line.operands):
+            found.add(line.name)
     return found
 
 

@@ -38,6 +38,18 @@ COMPARED = (
 )
 
 
+PLANNED = (
+    "HBM, GiB",
+    "fits",
+    "across, MB",
+    "peak, MB",
+    "exposed, ms",
+    "step, ms",
+    "staleness",
+    "exposed because",
+)
+
+
 def text(report: Any) -> str:
     """The report as a table of aligned columns."""
     rows = [HEAD, *(_row(report, program) for program in report.programs)]
@@ -58,6 +70,29 @@ def comparison(reports: Any) -> str:
     rows = [COMPARED, *(_compared(name, report) for name, report in each.items())]
     means = "Bytes and seconds are means over all steps."
     return "\n".join((_cluster(first), *aligned(rows), means, *_assumptions(first)))
+
+
+def plan(plan: Any) -> str:
+    """The choices of a plan as a table."""
+    first, rows = plan.best.report, [(*plan.best.settings, *PLANNED)]
+    for choice in plan.choices:
+        report = choice.report
+        row = (
+            *map(str, choice.settings.values()),
+            _in(report.hbm, 2**30),
+            _fits(report),
+            _in(report.mean(lambda program: program.across), 1e6),
+            _in(max(program.across for program in report.programs), 1e6),
+            _in(choice.exposed, 1e-3),
+            _in(choice.step, 1e-3),
+            str(choice.staleness),
+        )
+        rows.append((*row, choice.reason))
+    without = aligned([row[:-1] for row in rows])
+    lines = [f"{line}  {row[-1]}".rstrip() for line, row in zip(without, rows)]
+    left_out = [f"left out: {name}: {why}" for name, why in plan.refused.items()]
+    means = "MB, exposed and step are means over all steps."
+    return "\n".join((_cluster(first), *lines, *left_out, means, *_assumptions(first)))
 
 
 def _cluster(report: Any) -> str:
@@ -125,17 +160,21 @@ def _times(seconds: Any) -> tuple[str, ...]:
 
 def _compared(name: str, report: Any) -> tuple[str, ...]:
     seconds = report.mean_seconds()
-    is_known = report.pod.memory is not None or not report.fits
     return (
         name,
         str(len(report.programs)),
         _in(report.hbm, 2**30),
-        {True: "yes", False: "no"}[report.fits] if is_known else "–",
+        _fits(report),
         _in(report.mean(lambda program: program.inside), 1e6),
         _in(report.mean(lambda program: program.across), 1e6),
         *_times(seconds),
         _in(seconds and seconds.step, 1e-3),
     )
+
+
+def _fits(report: Any) -> str:
+    is_known = report.pod.memory is not None or not report.fits
+    return ("yes" if report.fits else "no") if is_known else "–"
 
 
 def figure(report: Any, path: Any) -> None:
