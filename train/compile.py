@@ -153,9 +153,14 @@ def compiled(
     pod: lj.aot.Pod,
     bandwidth: float | None = None,
     efficiency: float | None = None,
-    on_program: Callable[[lj.aot.Program], None] | None = None,
+    phases: Sequence[lj.Phase] | None = None,
 ) -> lj.aot.Report:
     """Compiles the step of an experiment on all devices of a cluster.
+
+    Args:
+      config: the experiment.
+      pod: the cluster.
+      bandwidth, efficiency, phases: as for `lj.aot.report`.
 
     Raises:
       ValueError: a worker's devices do not divide those of a slice or host; an asynchronous
@@ -197,7 +202,7 @@ def compiled(
         specs=inside.specs(axes),
         bandwidth=bandwidth,
         efficiency=efficiency,
-        on_program=on_program,
+        phases=phases,
     )
 
 

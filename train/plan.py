@@ -108,8 +108,7 @@ def of_experiment(
     if is_known:
         setting, source = Setting(1.0, {}, step=0.0, steps=config.steps), "as given"
     elif options.is_described:
-        setting, config, memory = computed(config, options.pod())
-        more.append(memory)
+        setting, config, more = computed(config, options.pod())
         workers, source = config.workers, "computed from the compiled program"
     else:
         setting, source = measure(config, session), "measured here"

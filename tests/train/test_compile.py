@@ -14,6 +14,7 @@ import tiny
 
 from lsgd_jax import aot
 from train import compile, plan
+from train.planning import measurement
 
 
 @pytest.fixture
@@ -53,13 +54,46 @@ def test_a_program_that_does_not_fit_has_status_1(here, monkeypatch, capsys):
     assert "no, +0.0" in capsys.readouterr().out
 
 
-def test_a_plan_takes_the_step_from_the_report(here, capsys):
-    options = "--topology v5e:2x2 --slices 2 --mbit 100 --latency-ms 1"
-    assert plan.main(["digits", *options.split()]) == 0
+PLANNED = "digits --topology v5e:2x2 --slices 2 --mbit 100 --latency-ms 1"
+
+
+def test_a_plan_takes_steps_and_what_a_delay_hides_from_reports(here, monkeypatch, capsys):
+    """A message in float32 travels beside half of the products, one in int8 beside none."""
+
+    def choice(wire, overlap, waits):
+        settings = {"wire": wire, "delay": 1}
+        sent = aot.Collective("a", "all-reduce", 8, 8.0, 8.0, 1, False, overlap, 1.0, waits)
+        memory = aot.Memory(2**30, 0, 0, 0)
+        program = aot.Program("", False, 1.0, 1.0, memory, None, True, 1.0, None, (sent,))
+        return aot.Choice(settings, 1, aot.Report(here, (program,)))
+
+    choices = choice("float32", 0.5, False), choice("int8", 0.0, True)
+    monkeypatch.setattr(measurement, "delayed", lambda *_: aot.Plan(choices, {}))
+    assert plan.main([*PLANNED.split(), "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert "computed from the compiled program" in output["sources"][0]
+    assert "of 16 GiB of a device" in output["sources"][2]
+    assert output["sources"][3:5] == [
+        "DiLoCo, wire=float32, delay=1: 1 GiB of HBM, hides 50 % of a step",
+        "DiLoCo, wire=int8, delay=1: 1 GiB of HBM, hides 0 % of a step: "
+        "the message depends on this step's gradient",
+    ]
+    waits = {
+        (x["wire"], x["delay"]): (x["longest_wait_seconds"], x["step_seconds"])
+        for x in output["candidates"]
+        if "diloco" in x["options"].split() and x["fragments"] == 1
+    }
+    whole, step = waits["float32", 0]
+    assert waits["float32", 1][0] == pytest.approx(whole - step / 2)
+    assert waits["int8", 1] == waits["int8", 0]
+
+
+@pytest.mark.slow  # one compilation of each kind
+def test_a_plan_compiles_what_a_delay_hides(here, capsys):
+    assert plan.main(PLANNED.split()) == 0
     output = capsys.readouterr().out
-    assert "computed from the compiled program" in output
     assert "LSGD, every" in output and "use " in output
-    assert "of 16 GiB of a device" in output
+    assert output.count("GiB of HBM, hides") == 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Methods with their settings, and the time that training takes with each of them.
 
-Candidates run in lock step. A delay of one step hides as much as a step computes; a longer
-one hides no more, because a step's program ends with its collectives. Data parallel gets
+Candidates run in lock step. A delay of one step hides as much as a step computes, or as its
+compiled program does; a longer one hides no more, because a step's program ends with its
+collectives. Data parallel gets
 the best case: gradients are sent layer by layer during the backward pass, which is two
 thirds of a step (see `bandwidth`). Where workers differ, times are simulated (see
 `engine`), and asynchronous methods are candidates, too.
@@ -72,6 +73,7 @@ class Candidate:
       settings: what laws have for the rate, the batch in tokens and the outer rate.
       loss: the loss that is expected.
       pace: simulated, where workers differ.
+      hides: the share of a step's computing behind which a delayed exchange is hidden.
     """
 
     method: Method
@@ -84,6 +86,7 @@ class Candidate:
     settings: Mapping[str, float]
     loss: laws.Loss
     pace: engine.Pace | None = None
+    hides: float = 1.0
 
     @property
     def name(self) -> str:
@@ -163,7 +166,8 @@ class Candidate:
 
     def exposed(self, seconds: float) -> float:
         """The seconds of an exchange that are not hidden behind computing."""
-        hides = BACKWARD if self.method.name == "allreduce" else min(self.method.delay, 1)
+        hides = self.hides * min(self.method.delay, 1)
+        hides = BACKWARD if self.method.name == "allreduce" else hides
         return max(0.0, seconds - hides * self.step)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import statistics
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from train.cluster.session import Session
 from train.config import Config
 from train.planning.candidates import WIRES
 from train.planning.links import Link
-from train.planning.setting import ACROSS, ALL, INSIDE, Setting
+from train.planning.setting import ACROSS, ALL, INSIDE, KNOWN, Setting
 from train.task import methods
 from train.task.experiment import Experiment
 
@@ -49,12 +49,12 @@ def measure(config: Config, session: Session) -> Setting:
     )
 
 
-def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, str]:
+def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, list[str]]:
     """Computes the step of an experiment on a cluster that is not here.
 
     Returns:
-      The setting, without links, the configuration with the workers of the cluster, and a
-      sentence about the memory of a device.
+      The setting, without links, the configuration with the workers of the cluster, and
+      sentences about the memory of a device and what a delay hides.
     """
     config = dataclasses.replace(config, method=methods.make("independent"))
     config = compile.on(config, pod)
@@ -66,10 +66,58 @@ def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, str]:
         raise ValueError(f"the experiment does not fit into the memory of a device: {pod}")
     assert pod.memory is not None and program.memory is not None
     used, most = program.memory.peak / 2**30, pod.memory / 2**30
-    memory = f"HBM: {used:.3g} of {most:.3g} GiB of a device, without what a method keeps"
-    step, steps = seconds.step, config.steps
-    setting = Setting(parameters, {}, step=step, steps=steps, leaves=len(params))
-    return setting, config, memory
+    notes = [f"HBM: {used:.3g} of {most:.3g} GiB of a device, without what a method keeps"]
+    hides = {}
+    for choice in delayed(config, pod).choices:
+        share = hidden(choice)
+        hides[choice.settings["wire"] != WIRES[0]] = share
+        notes.append(_note(choice, share))
+    setting = Setting(
+        parameters,
+        {},
+        step=seconds.step,
+        steps=config.steps,
+        leaves=len(params),
+        hides=hides,
+    )
+    return setting, config, notes
+
+
+def _note(choice: lj.aot.Choice, share: float) -> str:
+    report = choice.report
+    if not report.fits or report.hbm is None:
+        return f"DiLoCo, {choice.name}: does not fit into the memory of a device"
+    used = f"{report.hbm / 2**30:.3g} GiB of HBM"
+    why = f": {choice.reason}" if share < 0.995 and choice.reason else ""
+    return f"DiLoCo, {choice.name}: {used}, hides {100 * share:.0f} % of a step{why}"
+
+
+def delayed(config: Config, pod: lj.aot.Pod) -> lj.aot.Plan:
+    """Compiles DiLoCo with a delay of one step, in float32 and in few bits."""
+    configs = {}
+
+    def method(**settings: Any) -> Any:
+        chosen = methods.make("diloco", period=KNOWN[0], **settings)
+        made = chosen.exchanges(1.0)
+        configs[made] = dataclasses.replace(config, method=chosen)
+        return made
+
+    def compiled(made: Any, phases: Sequence[lj.Phase]) -> lj.aot.Report:
+        return compile.compiled(configs[made], pod, phases=phases)
+
+    return lj.aot.plan(compiled, method, wire=WIRES[:2], delay=[1])
+
+
+def hidden(choice: lj.aot.Choice) -> float:
+    """The share of a step's products beside the messages of a choice, by their bytes."""
+    if not choice.report.fits:
+        return 0.0
+    sent = beside = 0.0
+    for program in choice.report.programs:
+        for each in program.collectives:
+            bytes_ = each.times * each.across
+            sent, beside = sent + bytes_, beside + bytes_ * each.overlap
+    return beside / sent if sent else 1.0
 
 
 def measure_link(

@@ -34,6 +34,8 @@ class Setting:
       leaves: number of leaves of the parameters; None if unknown.
       unequal: how workers differ; None if they do not.
       chips: number of all chips.
+      hides: the share of a step behind which a message with a delay is hidden in the
+        compiled programs, by whether it has few bits; all of it if nothing was compiled.
     """
 
     parameters: float
@@ -46,6 +48,7 @@ class Setting:
     leaves: int | None = None
     unequal: Unequal | None = None
     chips: int = 1
+    hides: Mapping[bool, float] = dataclasses.field(default_factory=dict)
 
     @property
     def widest(self) -> Link:
@@ -128,9 +131,9 @@ class Setting:
         else:
             given = self.parameters, self.tokens, self.replicas
             loss = laws.loss(*given, method.name, periods[-1])
-        return Candidate(
-            method, periods, exchanges, sent, peak, step, steps, settings, loss
-        )
+        timed = method, periods, exchanges, sent, peak, step, steps, settings, loss
+        hides = self.hides.get(method.wire != "float32", 1.0)
+        return Candidate(*timed, hides=hides)
 
     def _pace(
         self, method: Method, period: int

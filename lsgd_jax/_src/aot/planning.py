@@ -44,13 +44,13 @@ class Choice:
     def step(self) -> float | None:
         """Computed seconds of the mean step; None without figures of the chip."""
         seconds = self.report.mean_seconds()
-        return seconds and seconds.step
+        return None if seconds is None else seconds.step
 
     @property
     def exposed(self) -> float | None:
         """Mean seconds of a step in which transfers between slices or hosts are exposed."""
         seconds = self.report.mean_seconds()
-        return seconds and seconds.across_exposed
+        return None if seconds is None else seconds.across_exposed
 
     @property
     def reason(self) -> str:
