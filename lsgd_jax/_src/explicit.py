@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.layouts import Layouts, known, over
+from lsgd_jax._src.layouts import Layouts, known, over, told_by_types
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,8 +54,8 @@ def with_automatic_axes(fn: F) -> F:
             rest = iter(given)
             each = [next(rest) if a else x for x, a in zip(leaves, arrays)]
             # Under a `jax.vmap`, the axis of the workers is automatic as well, and no array
-            # can be taken apart along the other axes.
-            layout = known(layouts if mesh.manual_axes else None)
+            # can be taken apart along the other axes; see `replicas`.
+            layout = known(layouts) if mesh.manual_axes else told_by_types(layouts)
             with jax.sharding.use_abstract_mesh(_automatic(mesh)), layout:
                 args, named = treedef.unflatten(map(inside, each))
                 outputs = fn(*args, **named)

@@ -228,20 +228,43 @@ class Layouts:
         each = [Spec() if spec is None else spec for spec in self.of_leaves(tree)]
         return jax.tree.unflatten(jax.tree.structure(tree), each)
 
+    def laid_out(self, tree: Tree) -> Tree:
+        """The tree, with a constraint on the leaves of known layout."""
+        leaves, structure = jax.tree.flatten(tree)
+        place = jax.lax.with_sharding_constraint
+        each = zip(leaves, self.of_leaves(tree))
+        return structure.unflatten(
+            x if spec is None else place(x, spec) for x, spec in each
+        )
 
-_KNOWN: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar(
-    "known", default=None
-)
+
+_Variable = contextvars.ContextVar[Layouts | None]
+_KNOWN: _Variable = contextvars.ContextVar("known", default=None)
+_TYPED: _Variable = contextvars.ContextVar("typed", default=None)
+
+
+def known(layouts: Layouts | None) -> contextlib.AbstractContextManager:
+    """Makes the layouts known to everything that is traced in the `with` block."""
+    return _set(_KNOWN, layouts)
+
+
+def told_by_types(layouts: Layouts | None) -> contextlib.AbstractContextManager:
+    """Keeps the layouts that types tell, where arrays cannot be taken apart by them."""
+    return _set(_TYPED, layouts)
+
+
+def typed() -> Layouts | None:
+    """The layouts that the types of explicit axes tell, if any."""
+    return _TYPED.get()
 
 
 @contextlib.contextmanager
-def known(layouts: Layouts | None) -> Iterator[None]:
-    """Makes the layouts known to everything that is traced in the `with` block."""
-    token = _KNOWN.set(layouts)
+def _set(variable: _Variable, layouts: Layouts | None) -> Iterator[None]:
+    token = variable.set(layouts)
     try:
         yield
     finally:
-        _KNOWN.reset(token)
+        variable.reset(token)
 
 
 def on_one_device() -> contextlib.AbstractContextManager:
@@ -287,6 +310,14 @@ def layout_is_known() -> bool:
     if _KNOWN.get() is not None:
         return True
     return bool(jax.sharding.get_abstract_mesh().manual_axes) and not inside_axes()
+
+
+def whole_rows(rows: jax.Array) -> jax.Array:
+    """Rows [n, ...], of which every device holds all where the layout is not known."""
+    if layout_is_known() or not inside_axes():
+        return rows
+    free = [Spec.UNCONSTRAINED] * (rows.ndim - 1)
+    return lax.with_sharding_constraint(rows, Spec(None, *free))
 
 
 def shard_by_shard(

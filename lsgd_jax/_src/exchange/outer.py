@@ -3,22 +3,27 @@
 It is the counterpart of `exchange` for training steps that return new parameters.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lsgd_jax._src import trees
+from lsgd_jax._src import layouts, trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import exchange as lock_step
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.phases import Phase, Plan, Sizes
+from lsgd_jax._src.exchange.replicas import Rows
 from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.exchange.step import ExchangeState, Step
 from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.layouts import Specs
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
 
 
 class OuterState(NamedTuple):
@@ -40,11 +45,12 @@ class Outer(ByValue):
 
     Attributes:
       method: the method that pulls.
+      specs: how parameters lie on the mesh axes inside a worker, or None.
       remembers: whether the state has a copy of the parameters, `OuterState.before`.
     """
 
-    def __init__(self, method: Exchange):
-        self.method = method
+    def __init__(self, method: Exchange, specs: Specs = None):
+        self.method, self.specs = method, specs
         self.remembers = method.check == "every_step" or any(
             pull.rule.reads_x for pull in method.pulls
         )
@@ -60,7 +66,9 @@ class Outer(ByValue):
         Call it inside a function of one worker, where starts may differ, or outside of all
         mapped functions, where all workers start from these parameters.
         """
-        params = trees.arrays(params)
+        return self._of_one_worker(self._start, trees.arrays(params))
+
+    def _start(self, params: Tree) -> OuterState:
         state: Any = self.method.init(params)
         before = trees.floats(params) if self.remembers else ()
         # () and not an array of size 0, on which a `shard_map` of jax 0.11.2 crashes.
@@ -104,7 +112,8 @@ class Outer(ByValue):
         plan = Plan.of(self.method.pulls, due, phase)
         run = self._from_before if self.remembers else self._from_here
         with lock_step.naming_the_state(state, lambda: self.init(params)):
-            return run(params, state, loss, extras, plan)
+            after = functools.partial(run, plan=plan)
+            return self._of_one_worker(after, params, state, loss, extras)
 
     def phase(self, step: int, sizes: Sizes | None = None) -> Phase:
         """Returns what the pulls do at this step, counted from 1; see `Exchange.phase`."""
@@ -117,6 +126,18 @@ class Outer(ByValue):
     def is_due(self, step: int) -> bool:
         """Whether a pull does anything at this step, counted from 1; for host loops."""
         return self.method.is_due(step)
+
+    def _of_one_worker(self, fn: Callable[..., Tree], params: Tree, *args: Any) -> Tree:
+        """fn(params, *args); under a `jax.vmap` over replicas as on `Workers`."""
+        known = layouts.typed()
+        if self.specs is None and known is None:
+            return fn(params, *args)
+        axes = [axis for pull in self.method.pulls for axis in Group(pull.rule.axes).axes]
+        rows = Rows.of(axes, self.specs)
+        if rows is None:
+            return fn(params, *args)
+        known = rows.layouts(self.specs, params) if known is None else known
+        return rows.run(fn, (params, *args), known)
 
     def _from_before(
         self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
@@ -165,7 +186,7 @@ class Outer(ByValue):
 
 
 @by_value
-def outer(method: Exchange) -> Outer:
+def outer(method: Exchange, *, specs: Specs = None) -> Outer:
     r"""Applies a method around any training step: parameters in, parameters out.
 
     With y the parameters after the training step, t = 1, 2, … the step, and for each pull
@@ -189,13 +210,19 @@ def outer(method: Exchange) -> Outer:
       method: any method that pulls, with all its options. With ``axes=()`` the worker is
         alone in its group, so that ``outer(diloco(axes=()))`` is an outer optimizer around
         one worker and needs no axis.
+      specs: how one worker's parameters lie on the mesh axes inside it, for a step under
+        ``jax.vmap(axis_name=..., spmd_axis_name=...)``: a prefix tree of `PartitionSpec`s
+        or `NamedSharding`s, or a function (path, leaf) -> spec. Shards then travel by
+        themselves, as in `Workers`. `PartitionSpec`s need a `jax.set_mesh`. Explicit axes
+        need no specs, and in `Workers` they have no effect.
 
     Returns:
       An `Outer`: ``init(params) -> state``, ``step(params, state, loss=...) -> (params,
       state)``, ``is_due(t) -> bool``.
 
     Raises:
-      ValueError: an argument that is no method that pulls.
+      ValueError: an argument that is no method that pulls; while tracing, specs that do not
+        fit the parameters, or that have no mesh.
 
     >>> import jax, jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -217,4 +244,4 @@ def outer(method: Exchange) -> Outer:
             "`method` must be a method that pulls, such as diloco(...), lsgd(...) or an "
             f"exchange(...), got method={method!r}"
         )
-    return Outer(method)
+    return Outer(method, specs)

@@ -23,6 +23,7 @@ from lsgd_jax._src.layouts import (
     may_be_sharded,
     shard_by_shard,
     sharded_over,
+    whole_rows,
 )
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, is_float, widened
@@ -317,6 +318,8 @@ class EncodedGroup(Group):
         message = (sent, where.astype(jnp.float32))
         packing = Packing(message)
         rows = self._across.gather(packing.pack(message))
+        # Otherwise XLA gathers them under a `jax.vmap` once for each row, in the loop.
+        rows = list(map(whole_rows, rows))
 
         def of_worker(i: Any) -> tuple[Tree, Array]:
             row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)

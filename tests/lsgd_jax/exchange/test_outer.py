@@ -231,40 +231,89 @@ def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
     close(center, x["w"].mean(axis=0) if expected is None else expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_slow(("diloco", "lsgd", "int8", "fragments"), fast=("diloco",)),
-)
-def test_replicas_under_a_vmap_compute_what_workers_do(name):
-    """Like MaxText: beside fsdp and tensor axes, with and without the mesh as context."""
-    o = lj.outer(ON_REPLICAS[name])
+SPECS = {"layers": P(None, "fsdp", "tensor"), "in": P("fsdp"), "b": P()}
+# Like MaxText: how the layout inside a replica is told, the axes, and a mesh as context.
+TOLD = {
+    "specs": (SPECS, AxisType.Auto, True),
+    "shardings": (
+        lambda mesh: {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()},
+        AxisType.Auto,
+        False,
+    ),
+    "types": (None, AxisType.Explicit, True),
+    "untold": (None, AxisType.Auto, True),
+    "no_mesh": (None, AxisType.Auto, False),
+}
+ENCODED = {
+    "int4": lj.diloco(2, wire="int4-stochastic"),
+    "topk": lj.contrib.sparse_diloco(2),
+    "krum": lj.exchange(lj.Pull(lj.robust_mean("trimmed_mean"), 1.0, every=2)),
+    "peers": lj.lsgd(0.1, 0.2, 2, 4, wire="bfloat16", delay=1),
+}
+
+
+def trained(method, mesh, over, context, specs=None):
+    """Parameters after four steps of two replicas, and the state."""
+    o, rows = lj.outer(method, specs=specs), NamedSharding(mesh, P("replica"))
 
     def step(params, state, move, loss):
         return o.step(jax.tree.map(jnp.add, params, move), state, loss=loss)
 
-    def trained(mesh, over, context):
-        rows = NamedSharding(mesh, P("replica"))
-        with context:
-            params = before = sharded(mesh)
-            loss = jax.device_put(np.float32([2, 1]), rows)
-            state, of_all = over(o.init)(params), over(step)
-            for t in range(4):
-                params, state = of_all(params, state, sharded(mesh, seed=t + 1), loss)
-        for name, x in before.items():
-            assert params[name].sharding.is_equivalent_to(x.sharding, x.ndim)
-        return jax.device_get((params, state))
+    with context:
+        params = before = sharded(mesh)
+        loss = jax.device_put(np.float32([2, 1]), rows)
+        state, of_all = over(o.init)(params), over(step)
+        for t in range(4):
+            params, state = of_all(params, state, sharded(mesh, seed=t + 1), loss)
+    for name, x in before.items():
+        assert params[name].sharding.is_equivalent_to(x.sharding, x.ndim)
+    return jax.device_get((params, state))
 
-    workers, no_mesh = lj.Workers(mesh=mesh_of(), axes="replica"), contextlib.nullcontext()
-    expected, _ = trained(workers.mesh, workers.map, no_mesh)
-    under_vmap, found = lambda f: jax.jit(over_replicas(f)), []
-    for kind, has_mesh in ((AxisType.Auto, 1), (AxisType.Auto, 0), (AxisType.Explicit, 1)):
-        mesh = mesh_of(kind)
-        found.append(trained(mesh, under_vmap, jax.set_mesh(mesh) if has_mesh else no_mesh))
-    first, *others = found
-    if name != "int8":  # whose blocks Workers cut from shards, with other scales
-        jax.tree.map(close, first[0], expected)
-    for other in others:
-        jax.tree.map(close, other, first)
+
+@functools.cache
+def trained_on_workers(name):
+    workers = lj.Workers(mesh=mesh_of(), axes="replica")
+    method = (ON_REPLICAS | ENCODED)[name]
+    return trained(method, workers.mesh, workers.map, contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    mostly_slow(
+        [(name, told) for name in ON_REPLICAS | ENCODED for told in TOLD],
+        fast=[("int8", "specs"), ("topk", "types"), ("diloco", "untold")],
+    ),
+)
+def test_replicas_under_a_vmap_compute_what_workers_do(name, told):
+    """Beside fsdp and tensor axes. Layouts that are told make the bits equal."""
+    specs, kind, has_mesh = TOLD[told]
+    mesh = mesh_of(kind)
+    specs = specs(mesh) if callable(specs) else specs
+    context = jax.set_mesh(mesh) if has_mesh else contextlib.nullcontext()
+    method, under_vmap = (ON_REPLICAS | ENCODED)[name], lambda f: jax.jit(over_replicas(f))
+    params, state = trained(method, mesh, under_vmap, context, specs)
+    expected, of_workers = trained_on_workers(name)
+    assert jax.tree.structure(state) == jax.tree.structure(of_workers)
+    if told not in ("untold", "no_mesh"):
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+    elif name not in ("int8", "int4", "topk"):  # of other blocks where shards are unknown
+        jax.tree.map(close, params, expected)
+
+
+@pytest.mark.parametrize(
+    "specs, has_mesh, message",
+    [
+        ({"layers": P(), "in": P()}, True, "`specs` must be a prefix of the tree"),
+        (SPECS | {"in": P("replica")}, True, r"the spec of the leaf \['in'\]"),
+        (SPECS | {"b": P(None, "fsdp")}, True, r"the spec of the leaf \['b'\]"),
+        (SPECS, False, r"`specs` need the mesh: .* `jax.set_mesh\(mesh\)`"),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(specs, has_mesh, message):
+    mesh, o = mesh_of(), lj.outer(lj.diloco(2), specs=specs)
+    context = jax.set_mesh(mesh) if has_mesh else contextlib.nullcontext()
+    with context, pytest.raises(ValueError, match=message):
+        jax.eval_shape(over_replicas(o.init), sharded(mesh))
 
 
 @pytest.mark.parametrize("due", [None, False])
