@@ -885,9 +885,9 @@ def test_fingerprints_take_8_bytes_and_few_temporaries(kind, make):
 LAYERS = {"up": (4, 256, 1024), "down": (4, 1024, 256)}
 
 
-def decoder_step(place, method):
+def decoder_step(place, method, specs=None):
     """An init and a step: recomputed layers in a scan, gathered weights, and AdamW."""
-    adam, around = optax.adamw(1e-3), lj.outer(method)
+    adam, around = optax.adamw(1e-3), lj.outer(method, specs=specs)
 
     def layer(x, w):
         whole = {name: place(leaf.astype(x.dtype), P()) for name, leaf in w.items()}
@@ -912,6 +912,35 @@ def decoder_step(place, method):
     return init, train_step
 
 
+def decoders(W, kind, method, specs=None, phases=None):
+    """Programs of a step of W replicas, each on the four chips of a slice."""
+    mesh = aot.tpu("v5e:2x2", slices=W).mesh(diloco=W, fsdp=4)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * 2)
+    is_auto = kind == AxisType.Auto
+    place = jax.lax.with_sharding_constraint if is_auto else jax.sharding.reshard
+    init, step = decoder_step(place, method, specs)
+    replicas = functools.partial(
+        jax.vmap, axis_name="node", axis_size=W, spmd_axis_name="diloco"
+    )
+
+    x = jax.ShapeDtypeStruct((W, 64, 256), jnp.bfloat16)
+    x = x.update(sharding=NamedSharding(mesh, P("diloco", "fsdp")))
+    with jax.set_mesh(mesh):
+        carry = aot.shapes_of(replicas(init), mesh=mesh, specs=RULE, across="diloco")
+        out = jax.tree.map(lambda x: x.sharding, carry), None
+
+        def program(phase):
+            mapped = replicas(functools.partial(step, phase=phase))
+            jitted = jax.jit(mapped, donate_argnums=0, out_shardings=out)
+            return aot.report_of(jitted.trace(carry, x)).programs[0]
+
+        return [program(phase) for phase in phases or chosen(method)]
+
+
+RULE = lj.largest_dimension("fsdp", 4)
+SHARD = sum(map(np.prod, LAYERS.values())) // 4  # elements on each of four devices
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "kind, method, more",
@@ -923,34 +952,42 @@ def decoder_step(place, method):
 )
 def test_a_step_in_the_form_of_maxtext(kind, method, more):
     """`more`: temporaries of the due step beyond those of the quiet one, in shards."""
-    mesh = cluster("tpu").mesh(diloco=2, fsdp=4)
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * 2)
-    is_auto = kind == AxisType.Auto
-    place = jax.lax.with_sharding_constraint if is_auto else jax.sharding.reshard
-    init, step = decoder_step(place, method)
-    replicas = functools.partial(
-        jax.vmap, axis_name="node", axis_size=2, spmd_axis_name="diloco"
-    )
-    rule = lj.largest_dimension("fsdp", 4)
-
-    x = jax.ShapeDtypeStruct((2, 64, 256), jnp.bfloat16)
-    x = x.update(sharding=NamedSharding(mesh, P("diloco", "fsdp")))
-    with jax.set_mesh(mesh):
-        carry = aot.shapes_of(replicas(init), mesh=mesh, specs=rule, across="diloco")
-        out = jax.tree.map(lambda x: x.sharding, carry), None
-
-        def traced(phase):
-            mapped = replicas(functools.partial(step, phase=phase))
-            return jax.jit(mapped, donate_argnums=0, out_shardings=out).trace(carry, x)
-
-        steps = {phase: traced(phase) for phase in chosen(method)}
-        quiet, due = aot.report_of(steps, method=method).programs
-    shard = sum(map(np.prod, LAYERS.values()))  # bytes on each of four devices
+    cluster("tpu")
+    quiet, due = decoders(2, kind, method)
     crosses = [x for x in due.collectives if x.crosses]
-    assert quiet.across == 0 and shard <= due.across <= 1.01 * shard
-    if is_auto:  # the message has a delay, and travels beside the gradient
+    assert quiet.across == 0 and 4 * SHARD <= due.across <= 1.01 * 4 * SHARD
+    if kind == AxisType.Auto:  # the message has a delay, and travels beside the gradient
         assert all(x.hidden for x in crosses)
-    assert due.memory.temporaries <= quiet.memory.temporaries + more * shard
+    assert due.memory.temporaries <= quiet.memory.temporaries + more * 4 * SHARD
+
+
+KRUM = lj.exchange(lj.Pull(lj.robust_mean("krum"), 1.0, every=64, delay=1))
+
+
+# `each`: bytes that a chip sends for each of its parameters. With specs they are those of
+# `Workers`, two messages of (W - 1) / W of the codes and scales; without, W - 1 messages.
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "wire, W, specs, each",
+    [
+        ("int8", 2, RULE, 1 + 4 / 256),
+        ("int8", 32, RULE, 2 * 31 / 32 * (1 + 4 / 256)),
+        ("int8", 8, None, 7 * 1.2),
+        ("int4", 8, RULE, 2 * 7 / 8 * (0.5 + 4 / 256)),
+        ("bfloat16", 8, RULE, 2 * 7 / 8 * 2),
+        (lj.TopK(), 8, RULE, 0.4),
+        (KRUM, 8, RULE, 2 * 7 / 8 * 4),
+    ],
+)
+def test_messages_in_the_form_of_maxtext(wire, W, specs, each):
+    """Of two rounds one travels beside the forward pass, and one beside the backward."""
+    cluster("tpu")
+    method = wire if wire is KRUM else lj.diloco(64, delay=1, wire=wire)
+    (due,) = decoders(W, AxisType.Auto, method, specs, phases=chosen(method)[-1:])
+    assert due.across <= 1.1 * each * SHARD + SLACK, f"{due.across / SHARD:.3f}"
+    # Between the rounds of Krum the distances of all pairs are added up, and waited for.
+    hidden = [x.hidden for x in due.collectives if x.across > 2 * SLACK]
+    assert any(hidden) if specs is None else all(hidden)
 
 
 @pytest.mark.aot

@@ -16,7 +16,7 @@ import numpy as np
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer, OuterState, outer
 from lsgd_jax._src.exchange.phases import Phase
-from lsgd_jax._src.layouts import keys
+from lsgd_jax._src.layouts import Specs, keys
 from lsgd_jax._src.trees import Tree
 
 
@@ -53,10 +53,11 @@ class Around:
         params: Path | Lens,
         loss: Path | Callable[[Any], Any] | None,
         result: Path | None,
+        specs: Specs,
     ):
         functools.update_wrapper(self, step)
         self.__signature__ = _with_phase(step)
-        self.outer = outer(method)
+        self.outer = outer(method, specs=specs)
         self._step, self._loss, self._result = step, loss, result
         self._params, self._with_params = _lens(params)
 
@@ -131,6 +132,7 @@ def around(
     params: Path | Lens = "params",
     loss: Path | Callable[[Any], Any] | None = "loss",
     result: Path | None = None,
+    specs: Specs = None,
 ) -> Around:
     r"""Puts a method around a training step of any framework, without changing the step.
 
@@ -159,6 +161,7 @@ def around(
         state, the scalar is the loss.
       result: the place of the state in the results. By default it is found: it is the one
         result with the structure and shapes of the state.
+      specs: as for `outer`.
 
     Returns:
       An `Around`: called like the step, also with ``phase=``, with an `AroundState` in
@@ -186,7 +189,7 @@ def around(
     """
     if not callable(step):
         raise ValueError(f"`step` must be a function, got {step=}")
-    return Around(step, method, params, loss, result)
+    return Around(step, method, params, loss, result, specs)
 
 
 # Places in a tree

@@ -212,7 +212,7 @@ def advance(
       extras: see `extras_of`.
     """
     at = Step(pulls, state, plan, extras)
-    states = at.depart(x, state.pulls)
+    states = at.depart(x, state.pulls, loss)
     u, states, counts, is_finite = kernel.local(
         pulls, x, u, loss, states, state.is_finite, at.t, check, extras
     )

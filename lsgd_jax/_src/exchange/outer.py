@@ -149,7 +149,7 @@ class Outer(ByValue):
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
         at = Step(self.method.pulls, before, plan, extras)
-        states = at.depart(y, before.pulls)
+        states = at.depart(y, before.pulls, loss)
         stepped, states, counts, is_finite = kernel.local(
             self.method.pulls,
             x,
@@ -174,7 +174,7 @@ class Outer(ByValue):
         """With y alone, the rules' own steps start from x = y and u = 0."""
         before, y = state.exchange, trees.floats(params)
         at = Step(self.method.pulls, before, plan, extras)
-        states, still = at.depart(y, before.pulls), trees.zeros(y)
+        states, still = at.depart(y, before.pulls, loss), trees.zeros(y)
         u, states, counts = kernel.step_rules(
             self.method.pulls, y, still, loss, states, at.t, extras
         )

@@ -25,6 +25,7 @@ from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.packing import Packing
+from lsgd_jax._src.wire.shares import beside_a_gradient
 
 
 class ExchangeState(NamedTuple):
@@ -73,10 +74,15 @@ class Step:
         self._turns = plan.turns(pulls, self._common)
         self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
 
-    def depart(self, x: Tree, states: Sequence[PullState]) -> tuple[PullState, ...]:
+    def depart(
+        self, x: Tree, states: Sequence[PullState], loss: Array | None
+    ) -> tuple[PullState, ...]:
         """Sends the messages of delayed pulls, before anything of this step is known.
 
-        x: the leaves of floats.
+        Args:
+          x: the leaves of floats.
+          states: the pulls' states.
+          loss: see `beside_a_gradient`.
         """
         delayed = [k for k, pull in enumerate(self._pulls) if pull.delay]
         if not delayed:
@@ -88,7 +94,8 @@ class Step:
         due = any_of(*(self._turns[k].sends for k in delayed)) if self._plan.skips else True
         # A loaded checkpoint may be on the device.
         kept = [kernel.stored(self._pulls[k], states[k]) for k in delayed]
-        sent = cond(due, send, lambda states: states, kept)
+        with beside_a_gradient(loss):
+            sent = cond(due, send, lambda states: states, kept)
         after = dict(zip(delayed, sent))
         return tuple(after.get(k, state) for k, state in enumerate(states))
 

@@ -21,6 +21,7 @@ from lsgd_jax._src.trees import finite_part
 from lsgd_jax._src.wire.blocks import Layout
 from lsgd_jax._src.wire.codec import folded
 from lsgd_jax._src.wire.packing import Cut
+from lsgd_jax._src.wire.shares import second_round
 from lsgd_jax._src.wire.wire import Wire, block_nbytes
 
 
@@ -65,7 +66,7 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
     rows = cut.rows(x.astype(jnp.float32))
     sent, given = wire.rounded(rows, layout, key)
     left = rows - given
-    arrived = jax.tree.map(group.transpose, sent)
+    arrived = second_round(jax.tree.map(group.transpose, sent))
 
     def add(i: Array, total: Array) -> Array:
         row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)

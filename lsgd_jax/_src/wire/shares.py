@@ -6,13 +6,41 @@ results then gives every worker all coordinates. Between asynchronous workers, w
 gather, a share is everything.
 """
 
-from collections.abc import Hashable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from jax import Array
+from jax import Array, lax
 
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.packing import Cut, Packing
+
+
+_FORWARD: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
+    "forward", default=None
+)
+
+
+@contextlib.contextmanager
+def beside_a_gradient(loss: Array | None) -> Iterator[None]:
+    """Declares that messages in the `with` block travel beside the gradient of a loss."""
+    token = _FORWARD.set(loss)
+    try:
+        yield
+    finally:
+        _FORWARD.reset(token)
+
+
+def second_round(arrived: Tree) -> Tree:
+    """What the first of two rounds of messages brought, for the second one.
+
+    XLA would hide the second round behind the whole gradient, and wait for the first one.
+    If the second round also waits for the loss, the first one travels beside the forward
+    pass, and the second one beside the backward pass.
+    """
+    loss = _FORWARD.get()
+    return arrived if loss is None else lax.optimization_barrier((arrived, loss))[0]
 
 
 class Shares:
@@ -36,7 +64,7 @@ class Shares:
         buffers = self.packing.pack(tree)
         if not self._is_cut:
             return self._group.gather(buffers)  # one message of all buffers
-        return list(map(self._rows, buffers))
+        return second_round(list(map(self._rows, buffers)))
 
     def join(self, shares: Sequence[Array]) -> Tree:
         """The tree of all workers' shares, one for each buffer, [...]."""
