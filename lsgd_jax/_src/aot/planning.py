@@ -243,7 +243,8 @@ def _kind(method: Exchange | Outer, phase: Phase) -> Hashable:
         part = None if isinstance(pulls[k].part, Fragment) else k
         return type(pulls[k].rule), pulls[k].rule.axes, pulls[k].every, part
 
-    return tuple(tuple(map(pull, who)) for who in phase)
+    acts = phase.sends, phase.lands, phase.records
+    return *(tuple(map(pull, who)) for who in acts), phase.rounds
 
 
 def _staleness(method: Exchange | Outer) -> int:
