@@ -31,10 +31,10 @@ from train import cli, command, compilation_cache
 from train.cluster.exit_status import SUCCESS
 from train.config import Config, WorkersConfig
 from train.metrics import measures, progress, tables
+from train.planning.unequal import Unequal
 from train.plots import plain_numbers, save, subplots, whole_numbers
 from train.task import asynchronous, methods, schedules
 from train.task.experiment import Experiment
-from train.unequal import Unequal
 
 
 OUTPUT = "simulated.json", "simulated.csv", "simulated.png"

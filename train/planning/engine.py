@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import lsgd_jax as lj
-from train.unequal import Unequal
+from train.planning.unequal import Unequal
 
 
 LEAVES, SIZE = 4, 8192  # of the parameters: as many float32 values in each leaf

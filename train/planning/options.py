@@ -11,7 +11,7 @@ import lsgd_jax as lj
 from train import compile
 from train.planning import laws
 from train.planning.advice import number
-from train.unequal import Unequal
+from train.planning.unequal import Unequal
 
 
 PROGRAM = "python -m train.plan"

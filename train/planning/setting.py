@@ -9,8 +9,8 @@ import lsgd_jax as lj
 from train.planning import engine, laws
 from train.planning.candidates import ASYNCHRONOUS, Candidate, Method, asynchronous, methods
 from train.planning.links import WIRES, Link
+from train.planning.unequal import Unequal
 from train.task import methods as trained
-from train.unequal import Unequal
 
 
 INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"

@@ -17,7 +17,7 @@ from train.planning.engine import (
 )
 from train.planning.links import Link
 from train.planning.setting import ALL, Setting
-from train.unequal import Unequal
+from train.planning.unequal import Unequal
 
 
 EVERY, NODE = ("node", "local"), ("local",)
