@@ -22,7 +22,7 @@ try:
     from train.cluster.session import Session, WorkersLost, is_of_xla
     from train.config import Config
     from train.data.arrays import DataError
-    from train.messages import check_installed
+    from train.messages import NOTHING_LOST, check_installed
     from train.metrics.log import METRICS
     from train.run import folder as run_folder
     from train.run import lock
@@ -68,7 +68,7 @@ def on_ray(config: Config, arguments: list[str]) -> int:
     if not reason:
         return status
     lock.remove_left(folder, patience=5.0)
-    again = "nothing was lost: the same command starts the run again"
+    again = NOTHING_LOST
     if (folder / run_folder.CONFIG).exists():
         again = how_to_resume(config, folder)
     return Session().leave(status, f"{reason}; {again}")

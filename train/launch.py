@@ -6,30 +6,36 @@ starts `python -m train digits --steps 100` twice as one run. Output of the proc
 shown with a prefix ([0], [1], ...). Each process gets GPUs of its own if there are any, and
 emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends.
 Ctrl-Z pauses all processes. If one process fails, the others are stopped. The exit status
-is that of the failed process, or 128 plus the number of the signal that ended it. To
-restart processes after a failure, use the trainer's `--ray.processes` instead.
+is that of the failed process, or 128 plus the number of the signal that ended it, and the
+last line says how to resume. To restart processes after a failure, use the trainer's
+`--ray.processes` instead.
 """
 
 import argparse
 import contextlib
 import ctypes
 import glob
+import json
 import os
+import pathlib
 import runpy
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from train.cluster.exit_status import LOST, SIGNALED, SUCCESS, WRONG_USAGE
+from train.cluster.exit_status import DELIBERATE, LOST, SIGNALED, WRONG_USAGE
+from train.messages import NOTHING_LOST, to_resume
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --
+TOLD = "LSGD_JAX_TOLD"  # variable that names the file in which a run says how to resume it
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_OTHERS = (LOST, -signal.SIGABRT)  # statuses of processes that miss another one
@@ -137,12 +143,16 @@ def environments(
     return [common | {"CUDA_VISIBLE_DEVICES": ",".join(ids)} for ids in mine]
 
 
-def wait(children: Sequence[subprocess.Popen[str]], grace: float) -> int:
-    """Blocks until all processes have ended. Returns the status of the one that failed.
+def wait(children: Sequence[subprocess.Popen[str]], grace: float) -> tuple[int, str]:
+    """Blocks until all processes have ended.
 
     Args:
       children: the processes.
       grace: seconds after a failure until the others are killed.
+
+    Returns:
+      The status of the process that failed, and a line about it unless its own last line
+      says how to go on.
     """
     running = lambda: any([child.poll() is None for child in children])
     while running() and not any(child.returncode for child in children):
@@ -154,16 +164,25 @@ def wait(children: Sequence[subprocess.Popen[str]], grace: float) -> int:
     for child in children:
         child.kill()
         child.wait()
-    # A process that ends because another one failed may be the first to end.
+    # A process that ends because another one failed may be the first to end. It may also
+    # take the loss of a killed process for an error of its own.
     causes = [child for child in failed if child.returncode not in OF_OTHERS] or failed
-    if not causes:
-        return SUCCESS
-    code = causes[0].returncode
+    is_own = lambda code: code > 0 or code in OF_OTHERS
+    cause = min(causes or children, key=lambda child: is_own(child.returncode))
+    code, name = cause.returncode, f"process {children.index(cause)}"
+    if code in DELIBERATE:
+        return code, ""
     if code > 0:
-        return code
-    name = f"process {children.index(causes[0])}"
-    print(f"error: {name} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    return SIGNALED - code
+        return code, f"{name} ended with status {code}"
+    return SIGNALED - code, f"{name} was ended by {signal.Signals(-code).name}"
+
+
+def how_to_continue(told: str) -> str:
+    """Names the command that continues a run, which has told it unless it had not begun."""
+    if not told:
+        return NOTHING_LOST
+    command, config_file = json.loads(told)
+    return to_resume(command, pathlib.Path(config_file))
 
 
 def show(index: int, child: subprocess.Popen[str]) -> None:
@@ -205,6 +224,52 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def run(
+    options: argparse.Namespace, environments: Sequence[Mapping[str, str]], module: str
+) -> tuple[int, str]:
+    """Runs a module in several processes, shows their output, and passes signals on.
+
+    Args:
+      options: see `parse`.
+      environments: the environment of each process.
+      module: the module.
+
+    Returns:
+      See `wait`.
+    """
+    coordinator = f"127.0.0.1:{free_port()}"
+    children: list[subprocess.Popen[str]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    def pause(number: int, _: object) -> None:
+        pass_on(signal.SIGSTOP, _)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
+        pass_on(signal.SIGCONT, _)
+
+    for number in heeded(PASSED):
+        signal.signal(number, pass_on)
+    for number in heeded([signal.SIGTSTP]):
+        signal.signal(number, pause)
+    for i, environment in enumerate(environments):
+        meeting = rendezvous_options(coordinator, options.processes, i)
+        line = [*options.arguments, *meeting]
+        # In a process group of its own, Ctrl-C reaches it only through `pass_on`.
+        children.append(start(module, line, environment, process_group=0))
+    readers = [
+        threading.Thread(target=show, args=started, daemon=True)
+        for started in enumerate(children)
+    ]
+    for reader in readers:
+        reader.start()
+    result = wait(children, options.grace)
+    for reader in readers:
+        reader.join(options.grace)
+    return result
+
+
 def main(arguments: Sequence[str], module: str = "train") -> int:
     """Launches a run.
 
@@ -224,37 +289,12 @@ def main(arguments: Sequence[str], module: str = "train") -> int:
         return WRONG_USAGE
     again = ["python", "-m", "train.launch", "--processes", str(count)]
     again += [] if devices is None else ["--devices-per-process", str(devices)]
-    coordinator = f"127.0.0.1:{free_port()}"
-    mine = {LAUNCHER: shlex.join([*again, "--"])}
-    children: list[subprocess.Popen[str]] = []
-
-    def pass_on(number: int, _: object) -> None:
-        for child in children:
-            child.send_signal(number)
-
-    def pause(number: int, _: object) -> None:
-        pass_on(signal.SIGSTOP, _)
-        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
-        pass_on(signal.SIGCONT, _)
-
-    for number in heeded(PASSED):
-        signal.signal(number, pass_on)
-    for number in heeded([signal.SIGTSTP]):
-        signal.signal(number, pause)
-    for i, environment in enumerate(given):
-        meeting = rendezvous_options(coordinator, count, i)
-        line = [*options.arguments, *meeting]
-        # In a process group of its own, Ctrl-C reaches it only through `pass_on`.
-        children.append(start(module, line, environment | mine, process_group=0))
-    readers = [
-        threading.Thread(target=show, args=started, daemon=True)
-        for started in enumerate(children)
-    ]
-    for reader in readers:
-        reader.start()
-    status = wait(children, options.grace)
-    for reader in readers:
-        reader.join(options.grace)
+    with tempfile.NamedTemporaryFile() as told:
+        mine = {LAUNCHER: shlex.join([*again, "--"]), TOLD: told.name}
+        status, reason = run(options, [one | mine for one in given], module)
+        if reason:
+            again = how_to_continue(told.read().decode())
+            print(f"error: {reason}; {again}", file=sys.stderr)
     return status
 
 

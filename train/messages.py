@@ -1,9 +1,13 @@
-"""Texts of messages: errors in one line, missing packages, suggestions."""
+"""Texts of messages: errors in one line, missing packages, suggestions, how to resume."""
 
 import difflib
 import importlib.util
+import pathlib
 import re
 from collections.abc import Iterable
+
+
+NOTHING_LOST = "nothing was lost: the same command starts the run again"
 
 
 def one_line(error: Exception | str, longest: int = 200) -> str:
@@ -69,3 +73,17 @@ def suggestion(given: str, names: list[str]) -> str:
     if not siblings:
         group, siblings = "", names
     return meant(given.removeprefix(group), siblings, group)
+
+
+def to_resume(command: str, config_file: pathlib.Path, when: str = "to resume") -> str:
+    """Names the command that resumes a run, or says that its folder is gone.
+
+    Args:
+      command: the command.
+      config_file: config.json in the run folder.
+      when: what the command is for.
+    """
+    if not config_file.exists():
+        folder = config_file.parent
+        return f"{folder} is gone (deleted, moved or not mounted): nothing can be resumed"
+    return f"{when}: {command}"

@@ -41,13 +41,15 @@ def start(tmp_path, cache):
     """Starts trainers of a run in tmp_path / 'run'."""
     started = []
 
-    def start(count, *options, by=by_options, before=SLOWLY, tiny=TINY, **variables):
+    def start(
+        count, *options, by=by_options, before=SLOWLY, tiny=TINY, program=None, **variables
+    ):
         run = ["--run-dir", str(tmp_path / "run")]
         heartbeat = ["--distributed.heartbeat-timeout", str(HEARTBEAT_S)]
         each = [(own, variables | set_) for own, set_ in by(count)]
         arguments = [*SMALL, *run, *heartbeat, *options]
         folder = tmp_path / f"printed-{len(started)}"
-        started.append(Trainers(folder, arguments, each, cache, tiny + before))
+        started.append(Trainers(folder, arguments, each, cache, tiny + before, program))
         return started[-1]
 
     yield start

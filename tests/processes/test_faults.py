@@ -4,6 +4,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -21,7 +22,7 @@ from trainers import (
     reported,
 )
 
-from train.cluster.exit_status import CRASHED, LOST
+from train.cluster.exit_status import CRASHED, LOST, SIGNALED
 from train.metrics import log as records
 
 
@@ -96,6 +97,23 @@ def test_process_0_is_killed_while_a_checkpoint_is_written(start, check_resumed,
     assert int(torn.name.partition(".")[0]) not in before
     assert "cannot be read" not in check_resumed(2).printed(0)
     assert [event["step"] for event in records.read(run)["start"]] == [0, max(before)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_launcher_says_how_to_resume(start, check_resumed, tmp_path, process):
+    """Whatever the processes still say: jax may abort those that are left."""
+    launcher = [sys.executable, "-m", "train.launch", "--processes", "2", "--"]
+    trainers = start(1, *FOR_EVER, by=lambda _: [([], {})], program=[launcher])
+    trainers.until(lambda: checkpoints(tmp_path / "run"))
+    number = f"--distributed.process-id={process}"
+    (lost,) = [child for child in trainers.started() if number in child.cmdline()]
+    lost.kill()
+    assert trainers.end() == [SIGNALED + signal.SIGKILL], trainers.printed(0)
+    command = f"python -m train.launch --processes 2 -- digits --run-dir {tmp_path}/run"
+    line = f"error: process {process} was ended by SIGKILL; to resume: {command} --resume"
+    assert trainers.last_line(0).startswith(line)
+    check_resumed(2)
 
 
 @pytest.mark.slow

@@ -1,19 +1,25 @@
 """python -m train.launch with small programs in place of the trainer."""
 
+import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
 from train import launch
+from train.cluster.exit_status import DELIBERATE
+from train.messages import NOTHING_LOST
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 HEAD = "import os, pathlib, signal, sys, time\n"
+TELL = f"pathlib.Path(os.environ['{launch.TOLD}']).write_text('[\"again\", \".\"]')\n"
+KILL = "os.kill(os.getpid(), 9)"
 
 
 @pytest.fixture
@@ -73,8 +79,8 @@ def test_the_processes_get_the_arguments_and_options_to_meet(run):
 @pytest.mark.parametrize(
     ("ending", "status", "said"),
     [
-        ("sys.exit(7)", 7, ""),
-        ("os.kill(os.getpid(), 9)", 137, "error: process 1 was ended by SIGKILL\n"),
+        ("sys.exit(7)", 7, f"error: process 1 ended with status 7; {NOTHING_LOST}\n"),
+        (TELL + KILL, 137, "error: process 1 was ended by SIGKILL; to resume: again\n"),
     ],
 )
 def test_a_process_that_fails_ends_all(run, ending, status, said):
@@ -90,6 +96,26 @@ def test_a_process_that_fails_ends_all(run, ending, status, said):
     )
     found = run(program + ending, "--grace", "1", processes=3)
     assert found == (status, "[1] why\n", said)
+
+
+@pytest.mark.parametrize(
+    ("codes", "result"),
+    [
+        *[([0, status], (status, "")) for status in DELIBERATE],  # the run says it itself
+        ([75, 70, -6], (70, "process 1 ended with status 70")),
+        ([75, -6], (75, "process 0 ended with status 75")),
+        ([70, 2, -9], (137, "process 2 was ended by SIGKILL")),
+    ],
+)
+def test_the_process_that_failed_is_named(codes, result):
+    done = dict.fromkeys(("poll", "kill", "wait"), lambda: 0)
+    ended = [types.SimpleNamespace(returncode=code, **done) for code in codes]
+    assert launch.wait(ended, 0) == result
+
+
+def test_nothing_resumes_a_folder_that_is_gone(tmp_path):
+    told = json.dumps(["again", str(tmp_path / "config.json")])
+    assert launch.how_to_continue(told).startswith(f"{tmp_path} is gone (deleted, moved")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,4 +7,5 @@ CRASHED = 70  # an unexpected error (EX_SOFTWARE)
 LOST = 75  # another process failed or could not be reached; try again (EX_TEMPFAIL)
 INTERRUPTED = 130  # Ctrl-C, as shells report it
 
+DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # the last line says how to go on
 SIGNALED = 128  # plus the number of the signal that ended a process, as shells report it

@@ -25,7 +25,7 @@ from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 import lsgd_jax as lj
-from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.exit_status import DELIBERATE, LOST, STOPPED
 from train.config import Config, RayConfig
 from train.launch import OF_OTHERS, PASSED, free_port, heeded, rendezvous_options, start
 from train.messages import one_line
@@ -37,7 +37,6 @@ ELASTIC_S = 60.0  # timeout for starting a group if fewer processes would do
 ANSWER_S = 60.0  # timeout of the board
 LONGEST = 500  # characters of an error, which may say what to try
 SETTLE_S = 5.0  # within which processes that a loss has ended all end
-DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # statuses without a restart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +152,7 @@ def work(given: dict[str, Any]) -> None:
     reader.start()
     asked = _watch(child, job, board, is_main=rank == 0)
     reader.join()
-    if child.returncode in DELIBERATE:
+    if child.returncode in DELIBERATE:  # not restarted
         ray.get(board.end.remote(child.returncode))
     elif not asked and ray.get(board.status.remote()) is None:
         line = f"process {rank} ended with status {child.returncode}"

@@ -169,6 +169,18 @@ def is_of_xla(error: BaseException) -> bool:
     return bool(has_status) or isinstance(error, jax.errors.JaxRuntimeError)
 
 
+def is_of_loss(error: BaseException) -> bool:
+    """Whether a collective has failed, as with a process that was lost.
+
+    >>> is_of_loss(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed"))
+    True
+    >>> is_of_loss(ValueError("NOT_FOUND: Error reading local file"))
+    False
+    """
+    of_collective = re.search("Gloo|NCCL|Barrier|coordination", str(error))
+    return is_of_xla(error) and of_collective is not None
+
+
 def _meeting(mesh: Mesh) -> Callable[[], jax.Array]:
     """Compiles sums over each group of devices, which need all their connections."""
     axes = mesh.axis_names

@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from train.cluster.session import Session
+from train.cluster.session import Session, is_of_loss
 from train.messages import one_line
 from train.metrics import measures
 from train.run import checksums
@@ -311,6 +311,7 @@ def read(
     Raises:
       Unreadable: the checkpoint is damaged.
       ValueError: it is not, but holds another state than `like`, or reading it failed.
+      ValueError, RuntimeError: of XLA; another process was lost.
     """
     session, path = session or Session(), folder.absolute() / str(step)
     damage = checksums.damage(path) if session.is_main else ""
@@ -328,6 +329,8 @@ def read(
         difference = _first_difference(saved, known)
         state = None if difference else _restore(path / "state", wanted, known)
     except Exception as error:  # Orbax and TensorStore raise all kinds
+        if is_of_loss(error):
+            raise
         reason = one_line(error)
         if not checksums.are_there(path):
             raise Unreadable(step, reason) from error

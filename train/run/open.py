@@ -24,6 +24,7 @@ from train.run.checkpoints import Checkpoints
 from train.run.lock import RunLock
 from train.run.resharding import Restored
 from train.run.result import Tested, where
+from train.run.resuming import tell_launcher
 from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
@@ -152,6 +153,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     if resumed is None:
         lock = hold(folder, session, progress)
     if session.is_main:
+        tell_launcher(config, folder)
         for name, text in experiment.forward.kept.items():
             if not (folder / name).exists():
                 (folder / name).write_text(text)

@@ -1,6 +1,8 @@
 """The shell command that resumes a run."""
 
+import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import shlex
@@ -15,7 +17,8 @@ from train.config import (
     DistributedConfig,
     fields,
 )
-from train.launch import LAUNCHER
+from train.launch import LAUNCHER, TOLD
+from train.messages import to_resume
 from train.run.folder import CONFIG
 
 
@@ -49,9 +52,15 @@ def resume_command(config: Config, folder: pathlib.Path) -> str:
 
 def how_to_resume(config: Config, folder: pathlib.Path, when: str = "to resume") -> str:
     """Names the command that resumes a run, or says that its folder is gone."""
-    if is_gone(folder):
-        return f"{folder} is gone (deleted, moved or not mounted): nothing can be resumed"
-    return f"{when}: {resume_command(config, folder)}"
+    return to_resume(resume_command(config, folder), folder / CONFIG, when)
+
+
+def tell_launcher(config: Config, folder: pathlib.Path) -> None:
+    """Tells `train.launch` how to resume the run, in case that all processes die."""
+    if file := os.environ.get(TOLD):
+        told = [resume_command(config, folder), str(folder / CONFIG)]
+        with contextlib.suppress(OSError):
+            pathlib.Path(file).write_text(json.dumps(told))
 
 
 def is_gone(folder: pathlib.Path) -> bool:

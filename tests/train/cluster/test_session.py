@@ -1,6 +1,5 @@
 """The processes of a run; here threads, whose texts go through a list in memory."""
 
-import contextlib
 import dataclasses
 import signal
 import socket
@@ -157,10 +156,10 @@ def test_a_wrong_or_taken_address_is_detected_before_jax_uses_it():
 @pytest.mark.parametrize(
     ("addresses", "is_reached", "message"),
     [
-        ([], False, r"an address of its own .*, got here \(Name or service not known\); "),
-        (["203.0.113.5"], False, r"its own .*203.0.113.5 is not an address of this host"),
+        ([], False, "run here), got here (Name or service not known); jax"),
+        (["203.0.113.5"], False, "got here (203.0.113.5 is not an address of this host)"),
         (["203.0.113.5", "127.0.1.1"], False, None),
-        (["127.0.1.1"], True, r"that other hosts can reach, got here \(127.0.1.1\); jax"),
+        (["127.0.1.1"], True, "that other hosts can reach, got here (127.0.1.1); jax"),
         (["0.0.0.0"], True, None),
     ],
 )
@@ -177,14 +176,11 @@ def test_the_name_of_the_host_must_resolve_to_an_address_for_gloo(
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     rendezvous._check_own_name(is_reached)  # gloo is not used
     monkeypatch.delenv("JAX_PLATFORMS")
-    with (
-        contextlib.nullcontext()
-        if message is None
-        else pytest.raises(
-            ValueError, match=f"^the name of this host must resolve to .*{message}"
-        )
-    ):
-        rendezvous._check_own_name(is_reached)
+    (said,) = each(1, lambda own: rendezvous._check_own_name(is_reached))
+    if message is None:
+        assert said is None
+    else:
+        assert said.startswith("the name of this host must resolve to ") and message in said
 
 
 @pytest.mark.parametrize(

@@ -231,17 +231,28 @@ def test_a_checkpoint_of_another_state_is_refused_and_left_alone(
     assert files(tmp_path) == before and warnings == []
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            MemoryError("no room\nfor it"),
+            "step 2 is as it was written, but reading it failed",
+        ),
+        (ValueError("UNKNOWN: Gloo AllGather failed"), "^UNKNOWN: Gloo AllGather failed$"),
+    ],
+)
 def test_an_undamaged_checkpoint_that_fails_to_restore_is_not_moved(
-    opened, tmp_path, warnings, monkeypatch
+    opened, tmp_path, warnings, monkeypatch, error, message
 ):
+    """The second error means that another process was lost."""
     save(opened(), 2)
     before, again = files(tmp_path), opened()
 
     def fail(*_, **__):
-        raise MemoryError("no room\nfor it")
+        raise error
 
     monkeypatch.setattr(module.ocp.Checkpointer, "restore", fail)
-    with pytest.raises(ValueError, match="step 2 is as it was written, but"):
+    with pytest.raises(ValueError, match=message):
         again.restore_latest(lambda notes: state(0))
     again.close()
     assert files(tmp_path) == before and warnings == []

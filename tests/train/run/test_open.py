@@ -13,7 +13,7 @@ import pytest
 import tiny
 from landscapes import draw as landscape
 
-from train import compare, numerics, plots
+from train import compare, launch, numerics, plots
 from train.__main__ import main
 from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
@@ -21,6 +21,7 @@ from train.metrics import log
 from train.run.lock import RunLock
 from train.run.loop import train
 from train.run.open import open_run
+from train.run.resuming import how_to_resume
 from train.task.experiment import Experiment
 
 
@@ -123,6 +124,14 @@ def test_a_run_that_never_saved_may_begin_again(copied):
     lines = (folder / log.METRICS).read_text().splitlines(keepends=True)
     (folder / log.METRICS).write_text("".join(x for x in lines if '"saved"' not in x))
     assert open_run(copied).step == 0
+
+
+def test_an_open_run_tells_the_launcher_how_to_resume_it(opened, tmp_path, monkeypatch):
+    told = tmp_path / "told"
+    monkeypatch.setenv(launch.TOLD, str(told))
+    run = opened()
+    again = how_to_resume(run.config, run.folder)
+    assert launch.how_to_continue(told.read_text()) == again and "--resume" in again
 
 
 def test_other_images_of_the_same_number_are_refused(copied):
