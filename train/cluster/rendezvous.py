@@ -84,10 +84,21 @@ def join(config: Config) -> Session:
 
 
 def _has_other_hosts(arguments: Mapping[str, Any]) -> bool:
-    """Whether CPUs of several hosts are connected."""
+    """Whether CPUs of several hosts, or of containers with their own network, connect."""
+    if jax.default_backend() != "cpu" or _on_loopback(arguments) is not None:
+        return False
     hosts = {getattr(device, "slice_index", None) for device in jax.devices()}
-    is_local = len(hosts) == 1 or _on_loopback(arguments) is not None
-    return jax.default_backend() == "cpu" and not is_local
+    return len(hosts) > 1 or not _is_here(arguments.get("coordinator_address"))
+
+
+def _is_here(address: str | None) -> bool:
+    """Whether an address, if it is known, is one of this host."""
+    if address is None:
+        return True
+    with contextlib.suppress(OSError):
+        _own_address(address.rpartition(":")[0].strip("[]"))
+        return True
+    return False
 
 
 def _check_own_name(is_reached: bool) -> None:

@@ -250,3 +250,9 @@ def test_ctrl_c_after_that_of_the_others_is_the_first_one_of_a_process(monkeypat
     stop._note(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         stop._note(signal.SIGINT, None)
+
+
+def test_a_coordinator_elsewhere_is_on_another_host():
+    has = lambda address: rendezvous._has_other_hosts({"coordinator_address": address})
+    assert has("203.0.113.5:1234")
+    assert not any(map(has, ("127.0.0.1:1234", "0.0.0.0:1234", None)))
