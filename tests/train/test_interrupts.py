@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from train import interrupts
+from train.cluster import rendezvous
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 
@@ -39,6 +40,21 @@ def test_a_run_interrupted_before_its_first_step_stops_after_it(listening):
     os.kill(os.getpid(), signal.SIGINT)
     with StopSignals(Session()) as signals:
         assert signals.stop_at(1) and signals.received == signal.SIGINT
+
+
+def test_ignored_signals_stay_ignored():
+    """nohup ignores SIGHUP, and a script's background job ignores SIGINT."""
+    numbers = signal.SIGINT, signal.SIGHUP
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        interrupts.end_at_once()
+        interrupts.listen()
+        with rendezvous._ended_by_ctrl_c(), StopSignals(Session()):
+            assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_ctrl_c_is_answered_while_other_code_runs():
