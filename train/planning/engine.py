@@ -43,7 +43,7 @@ class Pace(NamedTuple):
 
     Attributes:
       step: seconds in which workers together take a step each, once faults are over.
-      extra: seconds that the simulated faults cost beside it.
+      extra: seconds that the run takes beside it; fewer than 0 if faults came late.
       waiting: share of the time that workers wait, on average.
       pause: seconds of the longest wait.
       sent: share of the parameters' float32 bytes that a worker sends per step.
@@ -202,8 +202,10 @@ def _run(
         collectives=exchange is not None,
         observe=observe,
     )
-    ends = [t for t, _, count, _ in taken if t > last and count % period == 0]
-    since = sorted(set(ends))[1] if events else 0.0
+    ends = sorted({t for t, _, count, _ in taken if t > last and count % period == 0})
+    if len(ends) < 2 and events:
+        raise ValueError("`drop` must leave a worker that goes on")
+    since = ends[1] if events else 0.0
     after = sum(t > since for t, *_ in taken)
     pace = workers * (found.seconds - since) / after
     reports, total = [x.report for x in found.workers], 4 * LEAVES * SIZE
@@ -213,7 +215,7 @@ def _run(
         float(np.mean([x.waited for x in reports])) / found.seconds,
         max(x.longest for x in reports),
         sum(_sent(taken, i)[-1] for i in range(workers)) / len(taken) / total,
-        float(max(np.diff(_sent(taken, i)).max() for i in range(workers))) / total,
+        float(max(np.diff(_sent(taken, i)).max(initial=0) for i in range(workers))) / total,
     )
 
 

@@ -59,6 +59,14 @@ def test_a_worker_that_fails_in_an_exchange_and_comes_back_to_it(seconds, join):
     assert found.extra > 1 and found.pause > seconds + 1
 
 
+def test_a_worker_that_is_never_there_and_all_that_are_lost():
+    exchanges = [Exchange(0.4, 8, 0, EVERY)]
+    found = lock_step(exchanges, (4, 1), 0.1, Unequal(drop={3: 0.0}))
+    assert found.step == pytest.approx(4 / 3 * (0.1 + 0.4 / 9))
+    with pytest.raises(ValueError, match="`drop` must leave a worker that goes on"):
+        lock_step(exchanges, (4, 1), 0.1, Unequal(drop=dict.fromkeys(range(4), 5.0)))
+
+
 def test_a_candidate_whose_workers_differ():
     links = {ALL: Link.of(120, 2.5, 4)}
     setting = Setting(1e6, links, step=0.1, steps=1000, unequal=SLOW)
