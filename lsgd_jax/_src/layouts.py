@@ -14,7 +14,7 @@ path: the momentum of ``params['dense']['kernel']`` also ends with ``['dense']['
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.shared import one_worker, shared_flags
+from lsgd_jax._src.shared import during, one_worker, shared_flags
 
 
 Tree = Any
@@ -245,26 +245,17 @@ _TYPED: _Variable = contextvars.ContextVar("typed", default=None)
 
 def known(layouts: Layouts | None) -> contextlib.AbstractContextManager:
     """Makes the layouts known to everything that is traced in the `with` block."""
-    return _set(_KNOWN, layouts)
+    return during(_KNOWN, layouts)
 
 
 def told_by_types(layouts: Layouts | None) -> contextlib.AbstractContextManager:
     """Keeps the layouts that types tell, where arrays cannot be taken apart by them."""
-    return _set(_TYPED, layouts)
+    return during(_TYPED, layouts)
 
 
 def typed() -> Layouts | None:
     """The layouts that the types of explicit axes tell, if any."""
     return _TYPED.get()
-
-
-@contextlib.contextmanager
-def _set(variable: _Variable, layouts: Layouts | None) -> Iterator[None]:
-    token = variable.set(layouts)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def on_one_device() -> contextlib.AbstractContextManager:

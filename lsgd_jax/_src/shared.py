@@ -24,13 +24,18 @@ _NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("name
 
 
 @contextlib.contextmanager
-def naming(axes: Mapping[str, str]) -> Iterator[None]:
-    """Gives 'node' and 'local' other names while the `with` block is traced."""
-    token = _NAMES.set(axes)
+def during(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """Sets a context variable in the `with` block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _NAMES.reset(token)
+        variable.reset(token)
+
+
+def naming(axes: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
+    """Gives 'node' and 'local' other names while the `with` block is traced."""
+    return during(_NAMES, axes)
 
 
 def named(axis: str) -> str:

@@ -6,6 +6,14 @@ from typing import Any
 from lsgd_jax._src.aot.options import proposal
 
 
+BYTES_AND_TIMES = (
+    "inside, MB",
+    "across, MB",
+    "compute, ms",
+    "exposed inside, ms",
+    "exposed across, ms",
+    "hidden, ms",
+)
 HEAD = (
     "program",
     "share",
@@ -16,28 +24,16 @@ HEAD = (
     "code",
     "fits",
     "TFLOP",
-    "inside, MB",
-    "across, MB",
-    "compute, ms",
-    "exposed inside, ms",
-    "exposed across, ms",
-    "hidden, ms",
+    *BYTES_AND_TIMES,
 )
 COMPARED = (
     "step",
     "programs",
     "HBM, GiB",
     "fits",
-    "inside, MB",
-    "across, MB",
-    "compute, ms",
-    "exposed inside, ms",
-    "exposed across, ms",
-    "hidden, ms",
+    *BYTES_AND_TIMES,
     "step, ms",
 )
-
-
 PLANNED = (
     "HBM, GiB",
     "fits",

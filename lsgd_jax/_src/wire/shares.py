@@ -8,11 +8,12 @@ gather, a share is everything.
 
 import contextlib
 import contextvars
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from jax import Array, lax
 
+from lsgd_jax._src.shared import during
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.packing import Cut, Packing
 
@@ -22,14 +23,9 @@ _FORWARD: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def beside_a_gradient(loss: Array | None) -> Iterator[None]:
+def beside_a_gradient(loss: Array | None) -> contextlib.AbstractContextManager[None]:
     """Declares that messages in the `with` block travel beside the gradient of a loss."""
-    token = _FORWARD.set(loss)
-    try:
-        yield
-    finally:
-        _FORWARD.reset(token)
+    return during(_FORWARD, loss)
 
 
 def second_round(arrived: Tree) -> Tree:

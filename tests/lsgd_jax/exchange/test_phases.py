@@ -189,7 +189,7 @@ def shares_beside(report):
 @pytest.mark.parametrize("name", mostly_slow(ENCODED, fast=("float32", "int8")))
 def test_on_gpus_an_option_hides_a_delayed_message_wholly(name):
     if not importlib.util.find_spec("jax_plugins.xla_cuda13"):
-        pytest.skip('needs pip install "lsgd_jax[gpu-compile]"')
+        pytest.skip('needs pip install -e ".[gpu-compile]"')
     options = aot.overlap_options()
     hosts, each = (2, 4) if name in ("int8", "bfloat16") else (8, 8)
     report = in_sharded_layers(ENCODED[name](), hosts, each, compiler_options=options)
@@ -201,7 +201,7 @@ def test_on_gpus_an_option_hides_a_delayed_message_wholly(name):
 def test_on_gpus_half_of_an_encoded_mean_is_hidden_and_the_option_is_proposed():
     """Of eight hosts: the shares are gathered behind their sums, which come first."""
     if not importlib.util.find_spec("jax_plugins.xla_cuda13"):
-        pytest.skip('needs pip install "lsgd_jax[gpu-compile]"')
+        pytest.skip('needs pip install -e ".[gpu-compile]"')
     compiled = functools.partial(in_sharded_layers, ENCODED["int8"](), 8, 8)
     hidden, waits = compiled(compiler_options=aot.overlap_options()), compiled()
     assert shares_beside(hidden)["all-gather"] == 1.0
