@@ -31,10 +31,10 @@ from small_networks import still
 from usage import head, parser, row
 
 import lsgd_jax as lj
+from train.metrics.drawing import plt
 from train.planning.candidates import Method
 from train.planning.links import Link
 from train.planning.setting import ALL, Setting
-from train.plots import plt
 
 
 WORKERS, PARAMETERS = 4, 30_846_720

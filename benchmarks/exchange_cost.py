@@ -32,9 +32,8 @@ from usage import head, median, parser, row
 
 import lsgd_jax as lj
 from configs.cifar10_cnn7 import CONFIG
-from train.config import WorkersConfig
+from train.config import WorkersConfig, methods
 from train.launch import free_port
-from train.task import methods
 
 
 def parse():

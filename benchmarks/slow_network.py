@@ -27,12 +27,13 @@ from small_networks import still
 from usage import parser
 
 import lsgd_jax as lj
-from train import cli, simulate
+from train import simulate
 from train.cluster.session import Session
 from train.config import Config
 from train.planning.links import Link
 from train.planning.measurement import measure_link
 from train.planning.setting import ALL, Setting
+from train.run import cli
 
 
 PROCESSES, LEAVES = 4, 16

@@ -26,9 +26,9 @@ from limited_hosts import add_options, bits_of, join, limited_hosts
 from side_by_side import on_random_images, steps_of
 from usage import add_torch, head, one_line_errors, parser, row
 
-from train import compilation_cache, settings
-from train.config import Config
-from train.plots import plt, save, subplots
+from train.config import Config, settings
+from train.metrics.drawing import plt, save, subplots
+from train.process import compilation_cache
 from train.run import folder
 
 

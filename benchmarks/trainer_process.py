@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 from side_by_side import on_random_images
 
 import lsgd_jax as lj
-from train.cluster.output import python_only
 from train.config import WorkersConfig
+from train.process.output import python_only
 
 
 def parse():

@@ -8,8 +8,7 @@ Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 w
 momentum, weight decay 1e-4, pull 0.1 every 64 steps. With 4 workers there is one leader.
 """
 
-from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.task import methods
+from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig, methods
 
 
 CONFIG = Config(

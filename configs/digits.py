@@ -6,8 +6,7 @@
 - Expected: test error of the center below 2 %
 """
 
-from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.task import methods
+from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig, methods
 
 
 CONFIG = Config(

@@ -12,8 +12,7 @@ Every worker draws from all images. In 225,000 steps the workers see 90 epochs i
 The learning rate is constant.
 """
 
-from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.task import methods
+from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig, methods
 
 
 CONFIG = Config(

@@ -11,8 +11,7 @@ The settings are widely used for a first model of tiny Shakespeare on a CPU: 4 l
 heads, width 128, context 64, AdamW with warm-up and cosine.
 """
 
-from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.task import methods
+from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig, methods
 
 
 CONFIG = Config(

@@ -18,8 +18,8 @@ from train.config import (
     OptimizerConfig,
     TransformerConfig,
     WorkersConfig,
+    methods,
 )
-from train.task import methods
 
 
 CONFIG = Config(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import jax
 
 from paper import output
-from train import cli, command, compilation_cache
 from train.cluster import devices
+from train.process import command, compilation_cache
+from train.run import cli
 
 
 # The first line of a module's docstring describes it in --help. Exact experiments define

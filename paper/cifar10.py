@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lsgd_jax as lj
-from train import cli, compare
-from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train import compare
 from train.cluster.session import Session
 from train.compare import Curve, spread
 from train.config import Config
 from train.metrics import log as records
+from train.process.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.run import cli
 
 
 GRIDS = {4: (1, 4), 12: (3, 4), 16: (4, 4)}

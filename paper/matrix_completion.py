@@ -23,7 +23,7 @@ from paper import output
 from paper.descent import descent, easgd, lgd
 from paper.factorization import Problem, loss_and_grad, problem_of
 from train.metrics import tables
-from train.plots import BLUE, ORANGE
+from train.metrics.drawing import BLUE, ORANGE
 
 
 SMALL, LARGE = 1e-7, 1e30

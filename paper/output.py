@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from matplotlib import pyplot as plt
 
-from train.config import SEED
+from train.config.schema import SEED
 from train.metrics import tables
-from train.plots import tidy
+from train.metrics.drawing import tidy
 from train.run import folder as run_folder
 
 

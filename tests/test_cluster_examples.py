@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from train import cli
+from train.run import cli
 
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "cluster"

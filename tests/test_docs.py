@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import lsgd_jax as lj
-from train.cluster import exit_status
+from train.process import exit_status
 
 
 ROOT = pathlib.Path(__file__).parents[1]

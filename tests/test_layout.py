@@ -20,13 +20,10 @@ WRITTEN = sorted(
 )
 WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
 
-TOOLS = (
-    *(f"train.{x}" for x in "compare plan planning simulate export sample".split()),
-    "train.plots",
-)
-
 SRC = ROOT / "lsgd_jax/_src"
 
+# From the ground upwards. Modules outside these folders are the library's ground, and the
+# trainer's top: the commands.
 LAYERS = (
     "wire",
     "exchange",
@@ -39,15 +36,11 @@ LAYERS = (
     "asynchronous.ray",
     "aot",
 )
+ROOMS = "process", "metrics", "data", "config", "launch", "cluster", "task", "run"
 
 # The modules that a package must not import. Other packages may import everything.
 NOT_ABOVE = {
     "lsgd_jax": ("train", "paper", "configs", "flax", "orbax", "grain"),
-    "train.data": ("train.run", "train.task", "train.metrics", *TOOLS),
-    "train.metrics": ("train.run", "train.task", *TOOLS),
-    "train.cluster": ("train.run", "train.task", "train.metrics", *TOOLS),
-    "train.task": ("train.run", *TOOLS),
-    "train.run": TOOLS[:-1],
     "train": ("paper",),
 }
 
@@ -100,8 +93,6 @@ def test_imports_lead_downwards(path):
 
 @pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=name_of)
 def test_each_layer_of_the_library_imports_only_lower_ones(path):
-    """The layers, from the ground upwards; modules outside a folder are the ground."""
-
     def layer(module):
         inner = module.removeprefix("lsgd_jax._src.")
         found = [i for i, folder in enumerate(LAYERS) if inside(inner, folder)]
@@ -109,6 +100,20 @@ def test_each_layer_of_the_library_imports_only_lower_ones(path):
 
     own = layer(name_of(path))
     assert not [m for m in imported(path) if m.startswith("lsgd_jax.") and layer(m) > own]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_of_the_trainer_imports_only_lower_ones(room):
+    above = {f"train.{other}" for other in ROOMS[ROOMS.index(room) + 1 :]}
+    above |= {name_of(p) for p in ROOT.glob("train/*.py")} - {f"train.{x}" for x in ROOMS}
+    found = [
+        f"{name_of(path)} imports {module}"
+        for path in CODE
+        if inside(name_of(path), f"train.{room}")
+        for module in imported(path)
+        if any(inside(module, other) for other in above - {"train"})
+    ]
+    assert not found
 
 
 def test_no_import_leads_in_a_circle():

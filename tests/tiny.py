@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from configs.digits import CONFIG
-from train.config import Config, WorkersConfig
+from train.config import Config, WorkersConfig, methods
 from train.data import digits
 from train.data.arrays import Dataset, Images
 from train.run import loop
 from train.run import open as opening
-from train.task import methods, models
+from train.task import models
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import Experiment
 from train.task.models import MODELS

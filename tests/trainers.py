@@ -16,9 +16,8 @@ import psutil
 import pytest
 import tiny
 
-from train import cli
 from train.metrics import log as records
-from train.run import loop
+from train.run import cli, loop
 from train.run.open import open_run
 
 

@@ -3,29 +3,29 @@
 import signal
 import sys
 
-from train import interrupts
+from train.process import interrupts
 
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # before jax is imported
 
 try:
-    from train import cli, command, compilation_cache
     from train.cluster import devices, rendezvous
-    from train.cluster.exit_status import (
+    from train.cluster.session import Session, WorkersLost, is_of_xla
+    from train.config.schema import Config
+    from train.data.arrays import DataError
+    from train.metrics.log import METRICS
+    from train.process import command, compilation_cache
+    from train.process.exit_status import (
         CRASHED,
         INTERRUPTED,
         STOPPED,
         SUCCESS,
         WRONG_USAGE,
     )
-    from train.cluster.session import Session, WorkersLost, is_of_xla
-    from train.config import Config
-    from train.data.arrays import DataError
-    from train.messages import NOTHING_LOST, check_installed
-    from train.metrics.log import METRICS
+    from train.process.messages import NOTHING_LOST, check_installed
+    from train.run import cli, lock
     from train.run import folder as run_folder
-    from train.run import lock
     from train.run.resuming import how_to_resume
 except ValueError as error:  # jax rejects an environment variable
     print(f"error: {error}", file=sys.stderr)

@@ -28,17 +28,17 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 import lsgd_jax as lj
-from train import cli, command, compilation_cache
 from train.cluster import devices, rendezvous
-from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.session import Session, WorkersLost
-from train.config import FREE_ON_RESUME, WORKERS, Config
+from train.config.schema import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
 from train.metrics import tables, traffic
+from train.metrics.drawing import plain_numbers, plt, save, subplots
 from train.metrics.measures import ERROR, Measure, of_events
-from train.plots import plain_numbers, plt, save, subplots
+from train.process import command, compilation_cache
+from train.process.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.run import cli, loop
 from train.run import folder as run_folder
-from train.run import loop
 from train.run.open import open_run
 from train.run.result import NONFINITE
 

@@ -27,10 +27,11 @@ import jax.numpy as jnp
 import tyro
 
 import lsgd_jax as lj
-from train import cli, command
-from train.cluster.exit_status import STOPPED, SUCCESS
 from train.cluster.session import Session
-from train.config import Config
+from train.config.schema import Config
+from train.process import command
+from train.process.exit_status import STOPPED, SUCCESS
+from train.run import cli
 from train.task import inside
 from train.task.asynchronous import Place
 from train.task.experiment import Task

@@ -19,12 +19,13 @@ import tyro
 from flax.traverse_util import flatten_dict
 
 import lsgd_jax as lj
-from train import cli, command
-from train.cluster.exit_status import SUCCESS
-from train.config import fields
+from train.config.schema import fields
 from train.data.text import Vocabulary
 from train.data.translation import Subwords
-from train.messages import check_installed
+from train.process import command
+from train.process.exit_status import SUCCESS
+from train.process.messages import check_installed
+from train.run import cli
 from train.run.loading import Loaded, Which, load
 from train.task import datasets
 

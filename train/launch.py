@@ -30,8 +30,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from train.cluster.exit_status import DELIBERATE, LOST, SIGNALED, WRONG_USAGE
-from train.messages import NOTHING_LOST, to_resume
+from train.process.exit_status import DELIBERATE, LOST, SIGNALED, WRONG_USAGE
+from train.process.messages import NOTHING_LOST, to_resume
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --

@@ -35,12 +35,10 @@ from collections.abc import Sequence
 
 import jax
 
-from train import cli, command, compilation_cache
 from train.cluster import rendezvous
-from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
-from train.config import Config, WorkersConfig
-from train.messages import meant
+from train.config import experiments
+from train.config.schema import Config, WorkersConfig
 from train.metrics import progress, tables
 from train.planning import engine
 from train.planning.advice import Plan, number
@@ -48,6 +46,10 @@ from train.planning.links import Link
 from train.planning.measurement import computed, measure
 from train.planning.options import PROGRAM, Options
 from train.planning.setting import ALL, INSIDE, Setting
+from train.process import command, compilation_cache
+from train.process.exit_status import SUCCESS, WRONG_USAGE
+from train.process.messages import meant
+from train.run import cli
 
 
 EXCHANGES = (
@@ -157,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, others = cli.run_with_others(Options, arguments, PROGRAM, __doc__)
         # tyro takes the value of an unknown option for the name of an experiment.
-        if others and options.experiment not in cli.experiments():
+        if others and options.experiment not in experiments.named():
             raise ValueError(unknown(others[0]))
         options.check()
         if options.experiment is None:

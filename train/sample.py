@@ -13,11 +13,12 @@ import jax
 import tyro
 
 import lsgd_jax as lj
-from train import cli, command
-from train.cluster.exit_status import SUCCESS
-from train.config import SEED
+from train.config.schema import SEED
 from train.data.translation import Subwords
 from train.metrics.progress import printable
+from train.process import command
+from train.process.exit_status import SUCCESS
+from train.run import cli
 from train.run.loading import Which, load
 from train.task.text import SAMPLE_TOKENS, TEMPERATURE, written
 

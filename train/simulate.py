@@ -27,13 +27,15 @@ import numpy as np
 import tyro
 
 import lsgd_jax as lj
-from train import cli, command, compilation_cache
-from train.cluster.exit_status import SUCCESS
-from train.config import Config, WorkersConfig
+from train.config import methods
+from train.config.schema import Config, WorkersConfig
 from train.metrics import measures, progress, tables
+from train.metrics.drawing import plain_numbers, save, subplots, whole_numbers
 from train.planning.unequal import Unequal
-from train.plots import plain_numbers, save, subplots, whole_numbers
-from train.task import asynchronous, methods, schedules
+from train.process import command, compilation_cache
+from train.process.exit_status import SUCCESS
+from train.run import cli
+from train.task import asynchronous, schedules
 from train.task.experiment import Experiment
 
 

@@ -29,7 +29,8 @@ from paper import output
 from paper.landscape import plots
 from paper.landscape.compute import compute_landscape, save
 from paper.landscape.saved_run import SavedRun
-from train import cli, settings
+from train.config import settings
+from train.run import cli
 from train.run import folder as run_folder
 
 

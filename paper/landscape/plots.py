@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from paper.landscape.compute import Landscape
 from paper.landscape.loss import Map
-from train.plots import BLUE, GREY, tidy
+from train.metrics.drawing import BLUE, GREY, tidy
 
 
 INK, RED = "#1f2328", "#b3261e"

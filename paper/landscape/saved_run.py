@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from train import settings
 from train.cluster import devices
-from train.config import WorkersConfig
+from train.config import WorkersConfig, settings
 from train.metrics import log
 from train.run import folder as run_folder
 from train.run import resharding

@@ -24,7 +24,7 @@ from matplotlib import pyplot as plt
 
 from paper.descent import descent, lgd
 from paper.statements.claim import Claim, Outcome
-from train.plots import GREY
+from train.metrics.drawing import GREY
 
 
 RATE = 1e-4

@@ -85,8 +85,7 @@ def methods(folder, session):
 
 def config_of(name, folder, nodes, locals, **changes):
     """A named experiment with a few settings changed."""
-    from train.config import WorkersConfig
-    from train.task import methods
+    from train.config import WorkersConfig, methods
 
     config = __import__(f"configs.{name}", fromlist=["CONFIG"]).CONFIG
     return dataclasses.replace(

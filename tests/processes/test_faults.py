@@ -22,8 +22,8 @@ from trainers import (
     reported,
 )
 
-from train.cluster.exit_status import CRASHED, LOST, SIGNALED
 from train.metrics import log as records
+from train.process.exit_status import CRASHED, LOST, SIGNALED
 
 
 def assert_told(trainers, lost, run):

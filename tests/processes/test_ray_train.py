@@ -23,14 +23,14 @@ from trainers import (
 )
 
 import lsgd_jax as lj
-from train import cli, settings
 from train.__main__ import main
 from train.cluster import ray_train
-from train.cluster.exit_status import CRASHED, LOST
 from train.cluster.ray_train import Board, Job
-from train.config import RayConfig
+from train.config import RayConfig, settings
 from train.launch import rendezvous_options
 from train.metrics import log
+from train.process.exit_status import CRASHED, LOST
+from train.run import cli
 from train.run.result import where
 
 

@@ -6,8 +6,10 @@ import json
 import pytest
 import tiny
 
-from train import cli, compare, settings
+from train import compare
+from train.config import settings
 from train.metrics import log
+from train.run import cli
 
 
 OPTIONS = (

@@ -12,8 +12,8 @@ import types
 import pytest
 
 from train import launch
-from train.cluster.exit_status import DELIBERATE
-from train.messages import NOTHING_LOST
+from train.process.exit_status import DELIBERATE
+from train.process.messages import NOTHING_LOST
 
 
 ROOT = pathlib.Path(__file__).parents[2]

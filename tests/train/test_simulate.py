@@ -9,7 +9,7 @@ import tiny
 
 import lsgd_jax as lj
 from train import simulate
-from train.task import methods
+from train.config import methods
 
 
 @pytest.fixture

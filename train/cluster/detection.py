@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from train.config import DistributedConfig
-from train.messages import is_installed
+from train.config.schema import DistributedConfig
+from train.process.messages import is_installed
 
 
 BY_ITSELF = "`--distributed.cluster none` trains in this process by itself"

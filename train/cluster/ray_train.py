@@ -25,10 +25,10 @@ from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 import lsgd_jax as lj
-from train.cluster.exit_status import DELIBERATE, LOST, STOPPED
-from train.config import Config, RayConfig
+from train.config.schema import Config, RayConfig
 from train.launch import OF_OTHERS, PASSED, free_port, heeded, rendezvous_options, start
-from train.messages import one_line
+from train.process.exit_status import DELIBERATE, LOST, STOPPED
+from train.process.messages import one_line
 
 
 ROOT = pathlib.Path(__file__).parents[2]  # the folder from which workers import `train`

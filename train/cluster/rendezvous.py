@@ -20,13 +20,13 @@ import jax
 
 import lsgd_jax as lj
 import train
-from train import numerics
 from train.cluster.detection import BY_ITSELF, Started, detect
 from train.cluster.devices import local_device_ids, provide
-from train.cluster.exit_status import LOST, WRONG_USAGE
 from train.cluster.session import Session, gather, is_of_xla
-from train.config import FREE_PER_PROCESS, Config, fields
-from train.messages import one_line
+from train.config.schema import FREE_PER_PROCESS, Config, fields
+from train.process import numerics
+from train.process.exit_status import LOST, WRONG_USAGE
+from train.process.messages import one_line
 
 
 JAX_LATER_S = 30  # jax gives up so much later than this module, by aborting the process

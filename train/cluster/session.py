@@ -16,8 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from train.cluster.exit_status import CRASHED, INTERRUPTED, LOST
-from train.messages import one_line
+from train.process.exit_status import CRASHED, INTERRUPTED, LOST
+from train.process.messages import one_line
 
 
 LAST_LINES_S = 2.0  # time for the other processes to print before process 0 exits

@@ -6,8 +6,8 @@ import types
 
 from jax.experimental import multihost_utils
 
-from train import interrupts
 from train.cluster.session import Session
+from train.process import interrupts
 
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -14,7 +14,7 @@ import numpy as np
 
 from train.data import text
 from train.data.arrays import DataError
-from train.messages import is_installed
+from train.process.messages import is_installed
 
 
 PAD, UNKNOWN, END = range(3)  # ids; END ends a sentence, and stands before its first token

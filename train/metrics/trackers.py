@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from train.messages import one_line
+from train.process.messages import one_line
 
 
 WANDB_ID = "wandb_id.txt"

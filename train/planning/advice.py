@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from train.metrics.drawing import plain_numbers, save, subplots
 from train.planning import laws
 from train.planning.candidates import NAMES, Candidate, Method
 from train.planning.links import Link
 from train.planning.setting import KNOWN, Setting
-from train.plots import plain_numbers, save, subplots
 
 
 LINES = 16  # of the table

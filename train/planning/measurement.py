@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import lsgd_jax as lj
 from train import compile
 from train.cluster.session import Session
-from train.config import Config
+from train.config import methods
+from train.config.schema import Config
 from train.planning.candidates import WIRES
 from train.planning.links import Link
 from train.planning.setting import ACROSS, ALL, INSIDE, KNOWN, Setting
-from train.task import methods
 from train.task.experiment import Experiment
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lsgd_jax as lj
+from train.config import methods as trained
 from train.planning import engine, laws
 from train.planning.candidates import ASYNCHRONOUS, Candidate, Method, asynchronous, methods
 from train.planning.links import WIRES, Link
 from train.planning.unequal import Unequal
-from train.task import methods as trained
 
 
 INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"

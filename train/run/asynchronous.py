@@ -16,7 +16,7 @@ import numpy as np
 
 import lsgd_jax as lj
 from train.cluster.session import WorkersLost
-from train.config import Config
+from train.config.schema import Config
 from train.metrics.buffer import Interval
 from train.run import resharding
 from train.run.checkpoints import read, steps_in

@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from train.cluster.session import Session, is_of_loss
-from train.messages import one_line
 from train.metrics import measures
+from train.process.messages import one_line
 from train.run import checksums
 from train.run.folder import unused
 

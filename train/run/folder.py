@@ -7,10 +7,10 @@ import re
 import time
 from collections.abc import Set
 
-from train import settings
 from train.cluster import shared_folder
 from train.cluster.session import Session
-from train.config import FREE_ON_RESUME, Config
+from train.config import settings
+from train.config.schema import FREE_ON_RESUME, Config
 
 
 CONFIG = "config.json"

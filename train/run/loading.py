@@ -11,8 +11,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 import lsgd_jax as lj
-from train import settings
-from train.config import Config
+from train.config import settings
+from train.config.schema import Config
 from train.data.translation import Subwords
 from train.run.checkpoints import BestAndFinite, Unreadable, notes_of, read_model, steps_in
 from train.run.folder import CHECKPOINTS, CONFIG

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 import lsgd_jax as lj
-from train import interrupts, numerics, settings
-from train.config import Config
+from train.config import settings
+from train.config.schema import Config
+from train.process import interrupts, numerics
 from train.run import asynchronous, summary
 from train.run.divergence import Divergence
 from train.run.open import Run
@@ -164,7 +165,7 @@ def conclude(run: Run, result: Result) -> Result:
 
 def draw(folder: pathlib.Path) -> None:
     """Draws the figures of a run."""
-    from train import plots  # importing Matplotlib takes a second
+    from train.run import plots  # importing Matplotlib takes a second
 
     plots.draw(folder)
 

@@ -5,19 +5,20 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train import numerics, settings
 from train.cluster import shared_folder
-from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
-from train.command import tell_of_lost_output
-from train.config import Config, fields
-from train.messages import check_installed
+from train.config import settings
+from train.config.schema import Config, fields
 from train.metrics import log, trackers
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
 from train.metrics.recent import RecentLosses
+from train.process import numerics
+from train.process.command import tell_of_lost_output
+from train.process.exit_status import STOPPED
+from train.process.messages import check_installed
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints

@@ -54,7 +54,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 import lsgd_jax as lj
-from train.config import WorkersConfig
+from train.config.schema import WorkersConfig
 from train.metrics.recent import RecentLosses
 from train.run.checkpoints import Checkpoint
 from train.task.state import TrainState

@@ -5,7 +5,7 @@ import pathlib
 import signal
 from typing import Any, NamedTuple
 
-from train.config import Config
+from train.config.schema import Config
 from train.metrics import measures
 from train.run.checkpoints import Best
 from train.run.folder import CHECKPOINTS

@@ -8,8 +8,8 @@ import pathlib
 import shlex
 from typing import Any
 
-from train import settings
-from train.config import (
+from train.config import settings
+from train.config.schema import (
     DISTRIBUTED,
     FREE_ON_RESUME,
     SETTINGS,
@@ -18,7 +18,7 @@ from train.config import (
     fields,
 )
 from train.launch import LAUNCHER, TOLD
-from train.messages import to_resume
+from train.process.messages import to_resume
 from train.run.folder import CONFIG
 
 

@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lsgd_jax as lj
-from train import compilation_cache
 from train.cluster import devices
 from train.cluster.session import Session
-from train.config import Config
+from train.config.schema import Config
+from train.process import compilation_cache
 from train.task import inside
 from train.task.datasets import load_dataset
 from train.task.experiment import BaseExperiment, Task

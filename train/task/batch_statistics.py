@@ -11,7 +11,7 @@ however often r was averaged before. Asynchronous workers therefore keep theirs,
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jax import Array
 import lsgd_jax as lj
 
 
-Policy = Literal["keep", "average", "reestimate"]
 Apply = Callable[[Any], tuple[Any, Any]]
 
 

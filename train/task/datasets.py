@@ -1,6 +1,6 @@
 """Loads the data set of a configuration, and checks that the network fits it."""
 
-from train.config import Config
+from train.config.schema import Config
 from train.data import cifar10, digits, imagenet, text, transforms, translation
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder

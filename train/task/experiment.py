@@ -15,7 +15,7 @@ from jax import Array
 
 import lsgd_jax as lj
 from train.cluster.session import Session
-from train.config import Config
+from train.config.schema import Config
 from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.text import Text

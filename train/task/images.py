@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from train.cluster.session import Session
-from train.config import Config
+from train.config.schema import Config
 from train.data.arrays import DataError, Dataset
 from train.data.imagenet import ImageFolder
 from train.data.resident import Resident

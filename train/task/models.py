@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from train.config import Config
+from train.config.schema import Config
 from train.task.layers import BatchNorm, conv_general_dilated
 from train.task.transformer import EncoderDecoder, Transformer
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from train.config import OptimizerConfig
+from train.config.schema import OptimizerConfig
 
 
 NEVER = np.iinfo(np.int32).max

@@ -2,7 +2,7 @@
 
 import optax
 
-from train.config import OptimizerConfig
+from train.config.schema import OptimizerConfig
 
 
 def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedule:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from train.config import Config
+from train.config.schema import Config
 from train.data.text import Text, Vocabulary, Windows
 from train.task import models
 from train.task.forward import Forward, TestResult

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from train.config import Config
+from train.config.schema import Config
 from train.data.resident import Resident
 from train.data.sampler import rows_in_batches, sampled
 from train.data.translation import END, INSTALL, PAD, Subwords, Translation
-from train.messages import is_installed
+from train.process.messages import is_installed
 from train.task import models
 from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch

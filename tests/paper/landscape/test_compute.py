@@ -20,9 +20,8 @@ from paper.landscape import loss, trajectory
 from paper.landscape.cli import Options
 from paper.landscape.compute import compute_landscape, pulls_of
 from paper.landscape.points import Points
-from train.config import WorkersConfig
+from train.config import WorkersConfig, methods
 from train.metrics import log
-from train.task import methods
 from train.task.datasets import load_dataset
 from train.task.experiment import Experiment
 

@@ -8,8 +8,7 @@ from landscapes import SMALL, contents, draw
 
 from configs import text
 from paper.landscape.saved_run import SavedRun
-from train import settings
-from train.config import WorkersConfig
+from train.config import WorkersConfig, settings
 from train.run.loop import train
 from train.run.open import open_run
 

@@ -11,12 +11,12 @@ import pytest
 
 from configs.cifar10_cnn7 import CONFIG as CIFAR10
 from configs.digits import CONFIG
-from train import numerics
 from train.cluster import rendezvous, session, shared_folder, signals
-from train.cluster.exit_status import CRASHED, LOST
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.config import DistributedConfig
+from train.process import numerics
+from train.process.exit_status import CRASHED, LOST
 
 
 class Thread(Session):
@@ -129,7 +129,7 @@ def test_processes_must_have_the_same_settings(other, count, message):
 @pytest.mark.parametrize(
     ("module", "function", "name"),
     [
-        (rendezvous, "sources", "train/cli.py"),
+        (rendezvous, "sources", "train/run/cli.py"),
         (numerics, "versions", "optax"),
         (numerics, "jax_settings", "jax_threefry_partitionable"),
     ],

@@ -15,7 +15,7 @@ from images import make_folder
 
 from configs.imagenet_resnet50 import CONFIG
 from train.__main__ import main
-from train.config import DataConfig, OptimizerConfig, WorkersConfig
+from train.config import DataConfig, OptimizerConfig, WorkersConfig, methods
 from train.data import imagenet
 from train.data.arrays import DataError
 from train.data.stream import Stream
@@ -23,7 +23,6 @@ from train.metrics import log
 from train.metrics.progress import Progress
 from train.run.loop import train
 from train.run.open import open_run
-from train.task import methods
 from train.task.experiment import Task
 
 

@@ -7,8 +7,8 @@ import pytest
 import tiny
 from toys import slow
 
-from train import cli, plots
-from train.metrics import log, traffic
+from train.metrics import drawing, log, traffic
+from train.run import cli, plots
 from train.run.loop import train
 from train.run.open import open_run
 
@@ -40,7 +40,7 @@ def test_the_schedules_agree_with_the_counters_at_each_step(monkeypatch, tmp_pat
 def figure(monkeypatch, tmp_path, pulls, steps):
     """The figure traffic.png of a run with these pulls, or None."""
     drawn = []
-    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    monkeypatch.setattr(drawing.plt, "close", drawn.append)
     event = {"kind": "train", "step": steps, "seconds": 1, "loss": 1.0, "pulls": pulls}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(event))
     names = [path.name for path in plots.draw(tmp_path)]

@@ -13,13 +13,11 @@ import tiny
 
 import train as trainer
 from lsgd_jax.asynchronous import Report, Status
-from train import cli
 from train.__main__ import main
-from train.config import WorkersConfig
+from train.config import WorkersConfig, methods
 from train.metrics import log
-from train.run import asynchronous, loop
+from train.run import asynchronous, cli, loop
 from train.run.loop import train
-from train.task import methods
 
 
 pytestmark = pytest.mark.usefixtures("quick")

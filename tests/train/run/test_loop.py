@@ -15,12 +15,11 @@ import pytest
 import tiny
 from harness import exchanges
 
-from train.config import WorkersConfig
+from train.config import WorkersConfig, methods
 from train.metrics import log
 from train.metrics.tensorboard import TensorBoard
 from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
-from train.task import methods
 
 
 pytestmark = pytest.mark.usefixtures("quick")

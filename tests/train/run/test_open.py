@@ -13,11 +13,13 @@ import pytest
 import tiny
 from landscapes import draw as landscape
 
-from train import compare, launch, numerics, plots
+from train import compare, launch
 from train.__main__ import main
-from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
 from train.metrics import log
+from train.plots import main as draw_plots
+from train.process import numerics
+from train.process.command import Lasting
 from train.run.lock import RunLock
 from train.run.loop import train
 from train.run.open import open_run
@@ -48,7 +50,7 @@ def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal, capsy
         assert f"{path} cannot be read: its run is in format 1," in refusal(
             command, arguments
         )
-    assert plots.main([str(folder)]) == 0
+    assert draw_plots([str(folder)]) == 0
     names = [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
     assert names == [f"{x}.png" for x in ("training", "leaders", "consensus", "traffic")]
     for name in names:

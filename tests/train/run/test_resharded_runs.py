@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tiny
 
-from train import cli, plots, settings
 from train.__main__ import main
-from train.config import WorkersConfig
-from train.metrics import log
+from train.config import WorkersConfig, settings
+from train.metrics import drawing, log
+from train.run import cli, plots
 from train.run.checkpoints import latest_notes
 from train.run.loop import train
 from train.run.open import open_run
@@ -66,7 +66,7 @@ def test_a_run_resumes_with_other_workers_and_then_with_these(folder, capsys):
     assert plots._grids(events) == grids
     leaders = plots.FIGURES["leaders"](events)  # of all grids
     assert len(leaders.axes) == 4
-    plots.plt.close(leaders)
+    drawing.plt.close(leaders)
 
 
 def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, capsys):

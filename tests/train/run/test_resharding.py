@@ -11,12 +11,11 @@ from harness import mostly_slow
 
 import lsgd_jax as lj
 from train.cluster.session import Session
-from train.config import WorkersConfig
+from train.config import WorkersConfig, methods
+from train.config.methods import METHODS
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
-from train.task import methods
 from train.task.experiment import make_optimizer
-from train.task.methods import METHODS
 from train.task.state import TrainState
 
 

@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
-from train import cli, launch, settings
-from train import config as configuration
-from train.run import resuming
+from train import launch
+from train.config import schema as configuration
+from train.config import settings
+from train.run import cli, resuming
 from train.run.result import Result, last_line, where
 
 

@@ -13,13 +13,12 @@ import train as trainer
 from configs.text import CONFIG
 from train import export, sample
 from train.__main__ import main
-from train.config import DataConfig, TransformerConfig, WorkersConfig
+from train.config import DataConfig, TransformerConfig, WorkersConfig, methods
 from train.data import text
 from train.metrics import log
 from train.run.folder import check_same_experiment
 from train.run.loop import train
 from train.run.open import open_run
-from train.task import methods
 
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -15,12 +15,11 @@ import train as trainer
 from configs.translation import CONFIG
 from train import export, sample
 from train.__main__ import main
-from train.config import DataConfig, TransformerConfig, WorkersConfig
+from train.config import DataConfig, TransformerConfig, WorkersConfig, methods
 from train.data.translation import Pairs, Translation
 from train.metrics import log
 from train.run.loop import train
 from train.run.open import open_run
-from train.task import methods
 from train.task import translation as task
 
 

@@ -9,7 +9,8 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train.task import asynchronous, inside, methods
+from train.config import methods
+from train.task import asynchronous, inside
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import Experiment
 

@@ -11,7 +11,8 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train.task import batch_statistics, methods, models
+from train.config import methods
+from train.task import batch_statistics, models
 from train.task.experiment import Experiment
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from train.config import Optimizer, OptimizerConfig
+from train.config import OptimizerConfig
+from train.config.schema import Optimizer
 from train.task import optimizers
 
 

@@ -15,10 +15,11 @@ import tiny
 
 import lsgd_jax as lj
 import train
-from train import cli, compare, settings, simulate
+from train import compare, simulate
 from train.__main__ import main
+from train.config import methods, settings
 from train.metrics import log as records
-from train.task import methods
+from train.run import cli
 
 
 ROOT = pathlib.Path(__file__).parents[3]

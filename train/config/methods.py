@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 import lsgd_jax as lj
-from train.messages import meant, one_line
+from train.process.messages import meant, one_line
 
 
 Factory = Callable[..., Any]

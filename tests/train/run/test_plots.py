@@ -7,7 +7,9 @@ import sys
 
 import numpy as np
 
-from train import plots
+from train.metrics import drawing
+from train.plots import main as draw_plots
+from train.run import plots
 
 
 def test_runs_without_figures_and_with_broken_metrics(tmp_path, capsys):
@@ -15,13 +17,13 @@ def test_runs_without_figures_and_with_broken_metrics(tmp_path, capsys):
     metrics.write_text('{"kind": "test", "step": 8, "seconds": 1}')
     assert plots.draw(tmp_path) == []
     metrics.write_text('{"kind": "leaders", "step": 8, "seconds": 1}')
-    assert plots.main([str(tmp_path)]) == 2
+    assert draw_plots([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} cannot be drawn: ")
 
 
 def test_figures_name_the_run_and_count_elections_in_integers(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    monkeypatch.setattr(drawing.plt, "close", drawn.append)
     at = lambda kind, **values: {"kind": kind, "step": 9, "seconds": 1, **values}
     events = [
         at("start", workers=[1, 2]),
@@ -42,7 +44,7 @@ def test_figures_name_the_run_and_count_elections_in_integers(tmp_path, monkeypa
 
 def test_figures_show_each_step_and_both_sides_of_an_exchange(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    monkeypatch.setattr(drawing.plt, "close", drawn.append)
     at = lambda step, **values: {"kind": "train", "step": step, "seconds": step, **values}
     events = [
         at(2, loss=3.0, step_losses=[4.0, 2.0], consensus_distance=0.2),

@@ -13,11 +13,12 @@ import tiny
 from trainers import FOR_EVER, TINY, Trainers, checkpoints, reported
 
 import lsgd_jax as lj
-from train import cli, compare, settings
+from train import compare
 from train.__main__ import main
-from train.config import fields
-from train.task import methods
-from train.task.methods import METHODS
+from train.config import experiments, methods, settings
+from train.config.methods import METHODS
+from train.config.schema import fields
+from train.run import cli
 
 
 QUICK = "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --log-every 2".split()
@@ -104,7 +105,7 @@ def test_help_explains_every_field(capsys):
         f"--method NAME selects another method: {', '.join(METHODS)}.",
     ):
         assert option in words
-    for field in fields(cli.experiments()["digits"][1]):
+    for field in fields(experiments.named()["digits"][1]):
         if field not in ("method.name", "experiment"):
             assert f"--{field.replace('_', '-')} " in words.replace(",", " ")
 
@@ -192,7 +193,8 @@ def test_a_package_in_the_current_folder_hides_no_experiments(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     for name in [x for x in sys.modules if x.partition(".")[0] == "configs"]:
         monkeypatch.delitem(sys.modules, name)
-    assert runpy.run_path(cli.__file__)["experiments"]() == cli.experiments()
+    alone = runpy.run_module("train.config.experiments")
+    assert alone["named"]() == experiments.named()
 
 
 def test_a_method_brings_its_own_options(tmp_path):

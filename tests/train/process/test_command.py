@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from train import command
+from train.process import command
 
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 # Prints more than the reader of a pipe accepts, then does its work.
 SCRIPT = """
 import pathlib, sys, time
-from train import command
+from train.process import command
 
 def main(arguments):
     command.tell_of_lost_output(pathlib.Path("told").write_text)
@@ -92,7 +92,7 @@ def test_a_character_outside_the_encoding_is_escaped(tmp_path, monkeypatch):
 def test_paths_are_utf8_whatever_the_locale(tmp_path, how):
     script = """
 import sys
-from train import command
+from train.process import command
 if __name__ == "__main__":
     sys.exit(command.run(lambda arguments: print(ascii(arguments))))
 """

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from train.cluster.exit_status import SIGNALED, STOPPED, WRONG_USAGE
-from train.cluster.output import python_only
+from train.process.exit_status import SIGNALED, STOPPED, WRONG_USAGE
+from train.process.output import python_only
 
 
 class Lasting:

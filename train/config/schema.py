@@ -2,7 +2,7 @@
 
 A setting has a full name, such as `optimizer.momentum`, on the command line, in messages
 and in the table `SETTINGS`. Its type carries the conditions on its value, which `Config`
-checks. `train.settings` reads, writes, compares and changes configurations.
+checks. `train.config.settings` reads, writes, compares and changes configurations.
 """
 
 import dataclasses
@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from train.config import methods
+from train.config.methods import METHODS, Method, find
 from train.data.text import Tokens
-from train.task import methods
-from train.task.batch_statistics import Policy
-from train.task.methods import METHODS, Method, find
 
 
 class Rule(NamedTuple):
@@ -116,6 +115,7 @@ Model = Literal[
 ]
 Optimizer = Literal["sgd", "adamw", "lion", "muon", "lars"]
 Schedule = Literal["constant", "drops", "cosine", "inverse-sqrt"]
+Statistics = Literal["keep", "average", "reestimate"]  # see `task.batch_statistics`
 
 # The network for each data set that is not of images.
 NETWORKS = {"text": "transformer", "translation": "encoder-decoder"}
@@ -357,7 +357,7 @@ class Config:
     # Batch statistics: each worker keeps its own (keep), they are averaged whenever the
     # method communicates, asynchronously before each test and checkpoint (average), or they
     # are reestimated from training data before each test (reestimate).
-    batch_statistics: Annotated[Policy, BATCH_NORM] = "reestimate"
+    batch_statistics: Annotated[Statistics, BATCH_NORM] = "reestimate"
     # Number of training steps of each worker.
     steps: Annotated[Count, FREE] = 1000
     # Share of the target distribution that is uniform over all tokens (translation).

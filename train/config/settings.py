@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import lsgd_jax as lj
-from train.config import (
+from train.config import methods
+from train.config.schema import (
     FREE_ON_RESUME,
     PATH,
     SETTINGS,
@@ -23,8 +24,7 @@ from train.config import (
     settings_of,
     without_effect,
 )
-from train.messages import suggestion
-from train.task import methods
+from train.process.messages import suggestion
 
 
 # The default learning rate of each optimizer when another one is chosen: usual values
@@ -76,7 +76,7 @@ def changed(config: Config, given: Mapping[str, Any]) -> Config:
     Raises:
       ValueError: a setting is unknown, of a wrong type or impossible.
 
-    >>> from train.config import OptimizerConfig
+    >>> from train.config.schema import OptimizerConfig
     >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9, clip=1.0))
     >>> new = changed(old, {"method.name": "easgd", "optimizer.name": "adamw"})
     >>> new.method.name, new.optimizer.momentum, new.optimizer.learning_rate

@@ -8,17 +8,17 @@ import sys
 
 import pytest
 
-from train import compilation_cache
+from train.process import compilation_cache
 
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 # Compiles a program; prints its result and the number of cache hits.
 SCRIPT = """
 import json, os, sys
 import jax
 from jax._src import monitoring
-from train import compilation_cache
+from train.process import compilation_cache
 
 found = []
 monitoring.register_event_listener(lambda event, **_: found.append(event))

@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 
-from train.cluster.exit_status import INTERRUPTED
+from train.process.exit_status import INTERRUPTED
 
 
 NOT_BEGUN = "interrupted before training began; nothing was lost"

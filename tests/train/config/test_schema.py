@@ -9,16 +9,15 @@ import typing
 import pytest
 
 from configs import digits
-from train import cli, settings
-from train import config as configuration
 from train.cluster.session import Session
+from train.config import experiments, methods, settings
+from train.config import schema as configuration
+from train.config.methods import METHODS
 from train.run import folder as run_folder
-from train.task import methods
-from train.task.methods import METHODS
 
 
 def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
-    known = [config for _, config in cli.experiments().values()]
+    known = [config for _, config in experiments.named().values()]
     method = lambda name: dataclasses.replace(digits.CONFIG, method=methods.make(name))
     for number, config in enumerate([*known, *map(method, METHODS)]):
         path = tmp_path / str(number)

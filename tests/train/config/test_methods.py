@@ -15,11 +15,10 @@ import tiny
 import lsgd_jax as lj
 from configs.digits import CONFIG
 from train.cluster.session import Session
-from train.config import OptimizerConfig
-from train.task import methods
+from train.config import OptimizerConfig, methods
+from train.config.methods import METHODS, ROWS
 from train.task.asynchronous import Place
 from train.task.experiment import Task, make_optimizer
-from train.task.methods import METHODS, ROWS
 from train.task.state import TrainState
 
 

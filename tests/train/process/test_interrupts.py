@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from train import interrupts
 from train.cluster import rendezvous
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
+from train.process import interrupts
 
 
 @pytest.fixture

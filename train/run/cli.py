@@ -6,12 +6,10 @@ and from the factories of the methods and their docstrings.
 
 import contextlib
 import dataclasses
-import importlib
 import inspect
 import itertools
 import os
 import pathlib
-import pkgutil
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,11 +20,11 @@ import tyro
 from tyro import _errors
 
 import lsgd_jax as lj
-from train import configs, settings
-from train.config import SETTINGS, Config, settings_of
-from train.messages import meant, suggestion
+from train.config import experiments, settings
+from train.config.methods import find
+from train.config.schema import SETTINGS, Config, settings_of
+from train.process.messages import meant, suggestion
 from train.run import folder as run_folder
-from train.task.methods import find
 
 
 PROGRAM = "python -m train"
@@ -54,20 +52,6 @@ PATHS = tyro.constructors.ConstructorRegistry()
 WHERE = "name", "runs", "run_dir", "resume"
 
 
-def experiments() -> dict[str, tuple[str, Config]]:
-    """The named experiments in `configs`, as (description, configuration).
-
-    >>> list(experiments())[:3]
-    ['cifar10-cnn7', 'cifar10-resnet20', 'cifar10-vgg16']
-    """
-    found = {}
-    for module in pkgutil.iter_modules(configs.__path__):
-        loaded = importlib.import_module(f"{configs.__name__}.{module.name}")
-        name, text = loaded.CONFIG.name, (loaded.__doc__ or "").strip()
-        found[name] = text, dataclasses.replace(loaded.CONFIG, experiment=name)
-    return found
-
-
 def parse(arguments: Sequence[str]) -> Config:
     """Returns the configuration for a command line.
 
@@ -78,7 +62,7 @@ def parse(arguments: Sequence[str]) -> Config:
       ValueError: a wrong command line, or an impossible setting.
       SystemExit: --help or --version was given and has been printed.
     """
-    known = experiments()
+    known = experiments.named()
     hints = {name: SETTINGS[name].hint for name in SETTINGS if name != "experiment"}
     hints |= {"method": str, "config": pathlib.Path}
     start = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
@@ -177,7 +161,7 @@ def _resumed(config: Config) -> Config:
     folder = run_folder.to_resume(config)
     saved = settings.read(folder / run_folder.CONFIG)
     began_as = saved.experiment or saved.name
-    if began_as != config.experiment and began_as in experiments():
+    if began_as != config.experiment and began_as in experiments.named():
         raise ValueError(f"{folder} is a run of {began_as!r}, not of {config.experiment!r}")
     kept = {x: getattr(config, x) for x in ("runs", "run_dir", "resume", "experiment")}
     latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))
