@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, others = cli.run_with_others(Options, arguments, PROGRAM, __doc__)
         # tyro takes the value of an unknown option for the name of an experiment.
-        if others and options.experiment not in experiments.named():
+        if others and options.experiment not in experiments.names():
             raise ValueError(unknown(others[0]))
         options.check()
         if options.experiment is None:

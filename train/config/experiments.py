@@ -14,15 +14,17 @@ from train.config.schema import Config
 __path__ = [str(pathlib.Path(__file__).parents[2] / "configs")]
 
 
-def named() -> dict[str, tuple[str, Config]]:
-    """The experiments by name, as (description, configuration).
+def names() -> list[str]:
+    """The names of all experiments: those of the files, with hyphens.
 
-    >>> list(named())[:3]
+    >>> names()[:3]
     ['cifar10-cnn7', 'cifar10-resnet20', 'cifar10-vgg16']
     """
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        loaded = importlib.import_module(f"{__name__}.{module.name}")
-        name, text = loaded.CONFIG.name, (loaded.__doc__ or "").strip()
-        found[name] = text, dataclasses.replace(loaded.CONFIG, experiment=name)
-    return found
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__)]
+
+
+def load(name: str) -> tuple[str, Config]:
+    """Imports an experiment: its description and its configuration."""
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    config = dataclasses.replace(module.CONFIG, experiment=name)
+    return (module.__doc__ or "").strip(), config

@@ -82,6 +82,8 @@ def changed(config: Config, given: Mapping[str, Any]) -> Config:
     >>> new.method.name, new.optimizer.momentum, new.optimizer.learning_rate
     ('easgd', None, 0.001)
     """
+    if not given:
+        return config
     old = fields(config)
     given = _restored({"method.name": config.method.name, **given})
     new, defaults = old | given, {}

@@ -62,7 +62,6 @@ def parse(arguments: Sequence[str]) -> Config:
       ValueError: a wrong command line, or an impossible setting.
       SystemExit: --help or --version was given and has been printed.
     """
-    known = experiments.named()
     hints = {name: SETTINGS[name].hint for name in SETTINGS if name != "experiment"}
     hints |= {"method": str, "config": pathlib.Path}
     start = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
@@ -72,8 +71,8 @@ def parse(arguments: Sequence[str]) -> Config:
     file = settings.read_some(given.pop("config")) if "config" in given else {}
     if "method" in given:
         given["method.name"] = given.pop("method")
-    name, rest = _named(rest, file, known)
-    text, experiment = known[name]
+    name, rest = _named(rest, file)
+    text, experiment = experiments.load(name)
     found = {**file, **given}
     where = settings.changed(experiment, {x: found[x] for x in WHERE if x in found})
     config = settings.changed(_resumed(where) if where.resume else experiment, file)
@@ -94,10 +93,9 @@ def parse(arguments: Sequence[str]) -> Config:
     return config
 
 
-def _named(
-    arguments: list[str], file: Mapping[str, Any], known: Mapping[str, Any]
-) -> tuple[str, list[str]]:
+def _named(arguments: list[str], file: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The experiment that a command line or a file names, and the remaining arguments."""
+    known = experiments.names()
     # Options of the method, which are not parsed yet, may stand before the name.
     first = [x for x in arguments[:1] if not x.startswith("-")]
     found, rest = [*first, *(x for x in arguments if x in known)], list(arguments)
@@ -105,7 +103,7 @@ def _named(
         rest.remove(found[0])
     name = found[0] if found else str(file.get("experiment") or file.get("name", ""))
     if name not in known:
-        _print_general_help(rest, known)
+        _print_general_help(rest)
         raise ValueError(
             f"expected one of {', '.join(known)}, got {name!r}{meant(name, known)}; see "
             f"{PROGRAM} --help"
@@ -135,13 +133,14 @@ def _given(
         )
 
 
-def _print_general_help(arguments: Sequence[str], known: Mapping[str, Any]) -> None:
+def _print_general_help(arguments: Sequence[str]) -> None:
     """Prints the version or the experiments, if that is asked for, and exits."""
     if list(arguments) == ["--version"]:
         print(f"lsgd_jax {lj.__version__}, jax {jax.__version__}")
         raise SystemExit(0)
     if HELP.intersection(arguments):
-        lines = (f"{name:19}{text.splitlines()[0]}" for name, (text, _) in known.items())
+        texts = {name: experiments.load(name)[0] for name in experiments.names()}
+        lines = (f"{name:19}{text.splitlines()[0]}" for name, text in texts.items())
         print(f"usage: {PROGRAM} NAME [OPTIONS]\n\n{DESCRIPTION}", *lines, sep="\n")
         raise SystemExit(0)
 
@@ -161,7 +160,7 @@ def _resumed(config: Config) -> Config:
     folder = run_folder.to_resume(config)
     saved = settings.read(folder / run_folder.CONFIG)
     began_as = saved.experiment or saved.name
-    if began_as != config.experiment and began_as in experiments.named():
+    if began_as != config.experiment and began_as in experiments.names():
         raise ValueError(f"{folder} is a run of {began_as!r}, not of {config.experiment!r}")
     kept = {x: getattr(config, x) for x in ("runs", "run_dir", "resume", "experiment")}
     latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))

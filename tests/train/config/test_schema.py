@@ -17,7 +17,7 @@ from train.run import folder as run_folder
 
 
 def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
-    known = [config for _, config in experiments.named().values()]
+    known = [experiments.load(name)[1] for name in experiments.names()]
     method = lambda name: dataclasses.replace(digits.CONFIG, method=methods.make(name))
     for number, config in enumerate([*known, *map(method, METHODS)]):
         path = tmp_path / str(number)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import runpy
 import signal
 import sys
 
@@ -105,7 +104,7 @@ def test_help_explains_every_field(capsys):
         f"--method NAME selects another method: {', '.join(METHODS)}.",
     ):
         assert option in words
-    for field in fields(experiments.named()["digits"][1]):
+    for field in fields(experiments.load("digits")[1]):
         if field not in ("method.name", "experiment"):
             assert f"--{field.replace('_', '-')} " in words.replace(",", " ")
 
@@ -193,8 +192,9 @@ def test_a_package_in_the_current_folder_hides_no_experiments(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     for name in [x for x in sys.modules if x.partition(".")[0] == "configs"]:
         monkeypatch.delitem(sys.modules, name)
-    alone = runpy.run_module("train.config.experiments")
-    assert alone["named"]() == experiments.named()
+    known = experiments.load("digits")
+    monkeypatch.delitem(sys.modules, "train.config.experiments.digits")
+    assert experiments.load("digits") == known
 
 
 def test_a_method_brings_its_own_options(tmp_path):
