@@ -155,9 +155,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         lock = hold(folder, session, progress)
     if session.is_main:
         tell_launcher(config, folder)
-        for name, text in experiment.forward.kept.items():
-            if not (folder / name).exists():
-                (folder / name).write_text(text)
+        keep(experiment.forward.kept, folder)
     session.where = lambda: where(config, folder, 0)
     check = (lambda: None) if lock is None else lock.check
     checkpoints = Checkpoints(
@@ -342,3 +340,10 @@ def check_kept(kept: Mapping[str, str], folder: pathlib.Path) -> None:
         path = folder / name
         if path.exists() and path.read_text() != text:
             raise ValueError(f"{folder} is a run on other data, which {path} describes")
+
+
+def keep(kept: Mapping[str, str], folder: pathlib.Path) -> None:
+    """Writes the files of the data that a run folder does not have yet."""
+    for name, text in kept.items():
+        if not (folder / name).exists():
+            (folder / name).write_text(text)

@@ -228,17 +228,8 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
             "`scan_axis` must be an axis of at least one leaf, got "
             f"scan_axis={fragment.scan_axis!r}"
         )
-    sizes: dict[Any, int] = {}  # by unit: a leaf that is not cut, or a layer
-    depth: dict[Any, float] = {}  # the position in the row, which several stacks share
-    for i, ((_, leaf), (axis, stack)) in enumerate(zip(leaves, axes)):
-        layers = 1 if axis is None else leaf.shape[axis]
-        is_behind = any(0 < d < 1 for d in depth.values())
-        for layer in range(layers if inside[i] else 0):
-            unit = i if axis is None else (stack, layers, layer)
-            sizes[unit] = sizes.get(unit, 0) + leaf.size // layers
-            depth[unit] = (layer + 0.5) / layers if axis is not None else float(is_behind)
-    row = sorted(sizes, key=lambda unit: depth[unit])
-    owners = dict(zip(row, _owners([sizes[unit] for unit in row], fragment.count)))
+    row = _row(leaves, inside, axes)
+    owners = dict(zip(row, _owners([*row.values()], fragment.count)))
 
     def run(i: int, leaf: Any) -> Run | bool:
         axis, stack = axes[i]
@@ -249,6 +240,20 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
         return Run(axis, mine[0], mine[-1] + 1) if mine else False
 
     return [run(i, leaf) for i, (_, leaf) in enumerate(leaves)]
+
+
+def _row(leaves: list[Any], inside: list[Any], axes: list[Any]) -> dict[Any, int]:
+    """The sizes of all units in order: of a leaf that is not cut, or a layer of stacks."""
+    sizes: dict[Any, int] = {}
+    depth: dict[Any, float] = {}  # the position in the row, which several stacks share
+    for i, ((_, leaf), (axis, stack)) in enumerate(zip(leaves, axes)):
+        layers = 1 if axis is None else leaf.shape[axis]
+        is_behind = any(0 < d < 1 for d in depth.values())
+        for layer in range(layers if inside[i] else 0):
+            unit = i if axis is None else (stack, layers, layer)
+            sizes[unit] = sizes.get(unit, 0) + leaf.size // layers
+            depth[unit] = (layer + 0.5) / layers if axis is not None else float(is_behind)
+    return {unit: sizes[unit] for unit in sorted(sizes, key=lambda unit: depth[unit])}
 
 
 def _scan_axis(

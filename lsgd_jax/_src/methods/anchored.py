@@ -93,19 +93,8 @@ def anchored(
     >>> lj.anchored(optax.sgd(0.7)).axes
     ('node', 'local')
     """
-    if not isinstance(outer, optax.GradientTransformation):
-        raise ValueError(
-            "`outer` must be an optax transformation such as optax.sgd(0.7), got "
-            f"outer={outer!r}"
-        )
-    if guard is not None and not isinstance(guard, Guard):
-        raise ValueError(f"`guard` must be a Guard or None, got guard={guard!r}")
-    if restart is not None:
-        check_positive_int("restart", restart)
-    check_option("merge", merge, get_args(Merge))
-    _check_weights(weights, guard)
+    _check(outer, guard, restart, merge, weights)
     outer = optax.with_extra_args_support(outer)
-    is_plain = guard is None and weights is None and merge == "mean"
     layerwise = guard is not None and guard.layerwise
 
     def init(params: Tree) -> AnchorState:
@@ -122,25 +111,6 @@ def anchored(
     def blocks_of(tree: Tree) -> list[Tree]:
         return _leaf_by_leaf(tree) if layerwise else [tree]
 
-    def merged(group, y, state, takes_part):
-        """The pseudo-gradient, whether there is one in each block, whether no sum of the
-        workers overflowed, and the detector."""
-        anchor = state.anchor.value
-        if is_plain:
-            mean, count = group.masked_mean(y, takes_part, reference=anchor)
-            mean, fits = group.movable(mean, anchor)
-            delta = jax.tree.map(jnp.subtract, anchor, mean)
-            return delta, [fits & (count > 0)], fits | (count == 0), ()
-        deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
-        if guard is None:
-            shares, detector = _shares(group, weights, takes_part), ()
-        else:
-            shares, detector = weigh(guard, group, deltas, state.detector, takes_part)
-        delta = MERGES[merge](group, deltas, shares, takes_part)
-        delta, fits = group.movable(delta, trees.zeros(delta))
-        found = [fits & (total > 0) for total in trees.materialized(*shares.sum(axis=0))]
-        return guard.clipped(delta) if guard else delta, found, fits, detector
-
     def moved(delta, anchor, outer_state, found, begins_anew):
         """A block's anchor and outer state, both as they were without a pseudo-gradient."""
         before = outer_state
@@ -153,7 +123,9 @@ def anchored(
 
     def agree(group, x, y, state, takes_part, t):
         anchor, outer_state = state.anchor.value, state.outer.value
-        delta, found, fits, detector = merged(group, y, state, takes_part)
+        delta, found, fits, detector = _pseudo_gradient(
+            group, y, state, takes_part, guard, merge, weights
+        )
         exchanges, begins_anew = (), False
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
@@ -177,8 +149,20 @@ def anchored(
     return Rule(axes, init, agree, keeps=keeps, reads_x=False)
 
 
-def _check_weights(weights: Sequence[float] | None, guard: Guard | None) -> None:
-    """Raises ValueError unless the weights are valid and no guard stands beside them."""
+def _check(
+    outer: Any, guard: Any, restart: Any, merge: Any, weights: Sequence[float] | None
+) -> None:
+    """Raises ValueError for arguments of `anchored` that are not valid."""
+    if not isinstance(outer, optax.GradientTransformation):
+        raise ValueError(
+            "`outer` must be an optax transformation such as optax.sgd(0.7), got "
+            f"outer={outer!r}"
+        )
+    if guard is not None and not isinstance(guard, Guard):
+        raise ValueError(f"`guard` must be a Guard or None, got guard={guard!r}")
+    if restart is not None:
+        check_positive_int("restart", restart)
+    check_option("merge", merge, get_args(Merge))
     if weights is None:
         return
     if guard is not None:
@@ -189,6 +173,37 @@ def _check_weights(weights: Sequence[float] | None, guard: Guard | None) -> None
             "`weights` must be finite numbers of at least 0, not all 0, got "
             f"weights={weights!r}"
         )
+
+
+def _pseudo_gradient(
+    group: Group,
+    y: Tree,
+    state: AnchorState,
+    takes_part: Array,
+    guard: Guard | None,
+    merge: Merge,
+    weights: Sequence[float] | None,
+) -> tuple[Tree, list[Array], Array, Any]:
+    """Returns (delta, found, fits, detector).
+
+    found: for each block of leaves, whether it has a pseudo-gradient. fits: whether no sum
+    of the workers overflowed.
+    """
+    anchor = state.anchor.value
+    if guard is None and weights is None and merge == "mean":
+        mean, count = group.masked_mean(y, takes_part, reference=anchor)
+        mean, fits = group.movable(mean, anchor)
+        delta = jax.tree.map(jnp.subtract, anchor, mean)
+        return delta, [fits & (count > 0)], fits | (count == 0), ()
+    deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
+    if guard is None:
+        shares, detector = _shares(group, weights, takes_part), ()
+    else:
+        shares, detector = weigh(guard, group, deltas, state.detector, takes_part)
+    delta = MERGES[merge](group, deltas, shares, takes_part)
+    delta, fits = group.movable(delta, trees.zeros(delta))
+    found = [fits & (total > 0) for total in trees.materialized(*shares.sum(axis=0))]
+    return guard.clipped(delta) if guard else delta, found, fits, detector
 
 
 def _shares(group: Group, weights: Sequence[float] | None, takes_part: Array) -> Array:

@@ -227,14 +227,18 @@ class Simulation:
         for t, change, i in sorted(changes, key=lambda x: x[0]):
             await asyncio.sleep(t - self.now())
             change(i)
+        await self._end_of(ends)
+        ended = [worker for _, worker in sorted(workers.items())]
+        return Simulated(ended, last, self.links.sent)
+
+    async def _end_of(self, ends: list[tuple[int, asyncio.Task]]) -> None:
+        """Waits for the tasks of all workers that do not hang; raises their errors."""
         still = lambda: [e for i, e in ends if not e.done() and i not in self.hung]
         while awaited := still():
             done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
                 if not end.cancelled():
-                    end.result()  # raises the error of the worker
-        ended = [worker for _, worker in sorted(workers.items())]
-        return Simulated(ended, last, self.links.sent)
+                    end.result()
 
 
 def _listed(times: Times) -> dict[int, list[float]]:
