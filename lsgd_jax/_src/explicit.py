@@ -74,9 +74,9 @@ def with_automatic_axes(fn: F) -> F:
 
 def as_automatic(x: Any) -> Any:
     """A traced number from outside of the function with automatic axes, for use in it."""
-    if not isinstance(x, jax.Array) or not explicit_axes(jax.typeof(x).sharding.mesh):
+    if not isinstance(x, jax.Array) or not jax.typeof(x).sharding.mesh.explicit_axes:
         return x
-    is_here = explicit_axes(jax.sharding.get_abstract_mesh())
+    is_here = jax.sharding.get_abstract_mesh().explicit_axes
     return x if is_here else _retyped(x, Spec())
 
 
@@ -101,7 +101,7 @@ def _retyped(x: Any, spec: Spec | None) -> Any:
 
 
 def _automatic(mesh: AbstractMesh) -> AbstractMesh:
-    kinds = {name: AxisType.Auto for name in explicit_axes(mesh)}
+    kinds = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
     types = [kinds.get(name, kind) for name, kind in zip(mesh.axis_names, mesh.axis_types)]
     return mesh.update(axis_types=tuple(types))
 
@@ -112,10 +112,4 @@ def explicit_mesh(leaves: Any = ()) -> AbstractMesh | None:
     if meshes[0].empty:
         types = [jax.typeof(x) for x in leaves if isinstance(x, jax.Array)]
         meshes = [type_.sharding.mesh for type_ in types]
-    return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
-
-
-def explicit_axes(mesh: Any) -> tuple[str, ...]:
-    """The names of the explicit axes of a mesh."""
-    kinds = zip(mesh.axis_names, mesh.axis_types)
-    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)

@@ -289,7 +289,10 @@ def known_axes() -> tuple[str, ...]:
 
 def may_be_sharded() -> bool:
     """Whether XLA may hold an array in shards here, so that joining arrays gathers them."""
-    return bool(inside_axes()) or not layout_is_known()
+    mesh = jax.sharding.get_abstract_mesh()
+    workers = math.prod(map(mesh.shape.__getitem__, mesh.manual_axes))
+    # Without manual axes, a `jax.jit` of the user's own may shard what it likes.
+    return mesh.size > workers or (_KNOWN.get() is None and not mesh.manual_axes)
 
 
 def layout_is_known() -> bool:
@@ -298,9 +301,7 @@ def layout_is_known() -> bool:
     It is known in `Workers.map`, and where all axes are manual. It is unknown under a
     `jax.vmap` or a `jax.jit` of the user's own.
     """
-    if _KNOWN.get() is not None:
-        return True
-    return bool(jax.sharding.get_abstract_mesh().manual_axes) and not inside_axes()
+    return _KNOWN.get() is not None or not may_be_sharded()
 
 
 def whole_rows(rows: jax.Array) -> jax.Array:

@@ -17,18 +17,15 @@ Tree = Any  # a pytree of arrays
 HEADROOM = 256  # see `has_headroom`
 
 
-def widened(x: Array) -> Array:
-    """x in float32 or wider, the type in which sums are computed."""
-    return x.astype(_wide(x.dtype))
+def widened(tree: Tree) -> Tree:
+    """The tree in float32 or wider, the type in which sums are computed."""
 
+    def leaf(x: Array) -> Array:
+        # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
+        is_wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
+        return x if is_wide else x.astype(jnp.float32)
 
-def _wide(dtype: Any) -> Any:
-    """float32, or the dtype itself if it is a wider float or complex.
-
-    `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16, too.
-    """
-    keeps = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
-    return dtype if keeps else jnp.dtype("float32")
+    return jax.tree.map(leaf, tree)
 
 
 def arrays(tree: Tree) -> Tree:
@@ -78,24 +75,20 @@ def is_same(tree: Tree, other: Tree) -> bool:
     return all(a is b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other)))
 
 
-def widen(tree: Tree) -> Tree:
-    """Applies `widened` to every leaf."""
-    return jax.tree.map(widened, tree)
-
-
 def zeros(tree: Tree) -> Tree:
     """A tree of zeros like the `widened` leaves."""
-    return jax.tree.map(lambda x: lax.full(x.shape, 0, _wide(x.dtype)), tree)
+    zero = lambda x: lax.full(x.shape, 0, x.dtype)
+    return jax.tree.map(zero, jax.eval_shape(widened, tree))
 
 
 def plus(x: Tree, u: Tree) -> Tree:
     """y = x + u in the dtypes of x, as the worker will hold it."""
-    return jax.tree.map(_plus, x, u)
 
+    def leaf(x: Array, u: Array) -> Array:
+        dtype = widest(x.dtype, u.dtype)
+        return (x.astype(dtype) + u.astype(dtype)).astype(x.dtype)
 
-def _plus(x: Array, u: Array) -> Array:
-    dtype = widest(x.dtype, u.dtype)
-    return (x.astype(dtype) + u.astype(dtype)).astype(x.dtype)
+    return jax.tree.map(leaf, x, u)
 
 
 def widest(*dtypes: Any) -> Any:
@@ -179,7 +172,7 @@ def _updated(x: Array, u: Array) -> Array:
     if jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x):
         # jax promotes no float of 8 bits by itself.
         return (finite_part(x).astype(u.dtype) + u).astype(x.dtype)
-    return _plus(finite_part(x), u)
+    return plus(finite_part(x), u)
 
 
 def all_finite(tree: Tree) -> Array:
@@ -187,8 +180,12 @@ def all_finite(tree: Tree) -> Array:
     axes = known_axes()
 
     def everywhere(tree: Tree) -> Array:
-        finite = _all_finite(tree)
-        return lax.pmin(finite, axes) if axes else finite
+        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+        if not finite:
+            return jnp.int8(1)
+        # A sort finds the minimum, because XLA fuses nothing across it; see `materialized`.
+        lowest = lax.sort(jnp.stack(finite).astype(jnp.int8))[0]
+        return lax.pmin(lowest, axes) if axes else lowest
 
     return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
 
@@ -200,15 +197,6 @@ def has_headroom(tree: Tree) -> Array:
     headroom, so that it and its momentum stay finite.
     """
     return all_finite(jax.tree.map(lambda x: HEADROOM * x, tree))
-
-
-def _all_finite(tree: Tree) -> Array:
-    """1 if all elements are finite, otherwise 0."""
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-    if not finite:
-        return jnp.int8(1)
-    # A sort finds the minimum, because XLA fuses nothing across it; see `materialized`.
-    return lax.sort(jnp.stack(finite).astype(jnp.int8))[0]
 
 
 def materialized(*scalars: Any) -> list[Array]:

@@ -102,7 +102,7 @@ def noloco(
     pairs = neighbors(topology, axes)
 
     def init(params: Tree) -> NoLoCoState:
-        return NoLoCoState(trees.widen(params), trees.zeros(params))
+        return NoLoCoState(trees.widened(params), trees.zeros(params))
 
     def agree(group, x, y, state, takes_part, t):
         # Means are linear, so y - φ and φ need not travel apart.

@@ -174,7 +174,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             return step(updates, state, params, loss, extras, plan)
 
     def step(updates, state, params, loss, extras, plan) -> Any:
-        x, u = trees.floats(params), trees.widen(trees.floats(updates, like=params))
+        x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
         wrong = misplaced(state.expected, x)
         u, after = advance(pulls, x, u, state, loss, plan, check, extras)
         # Elements of u can be read only if u is an array of its own. On a quiet step it is

@@ -252,7 +252,7 @@ def init(pull: Pull, params: Tree) -> PullState:
 def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
     """Returns the operands of a delayed agreement; `send_pending` reads them."""
     x = x if pull.rule.reads_x else ()
-    return Pending(trees.widen(y), takes_part, x)
+    return Pending(trees.widened(y), takes_part, x)
 
 
 def stored(pull: Pull, state: PullState) -> PullState:
@@ -425,7 +425,7 @@ def send_pending(
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
     target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, round)
-    arrived = kept._replace(z=trees.widen(target.z), found=target.found)
+    arrived = kept._replace(z=trees.widened(target.z), found=target.found)
     return stored(pull, state._replace(pending=arrived)), bytes_sent
 
 

@@ -108,7 +108,7 @@ def parle(
         check_not_negative(name, outer)
 
     def init(params: Tree) -> ParleState:
-        wide = trees.widen(params)
+        wide = trees.widened(params)
         return ParleState(wide, wide, Group(axes).start(params))
 
     def step(u, x, state, loss, t):

@@ -165,7 +165,7 @@ def cge(
         raise ValueError("`decay` must be less than 1, or no gradient ever enters h")
 
     def rule(group, g, own, finite):
-        h = trees.widen(g)
+        h = trees.widened(g)
         if decay:
             ema = jax.tree.map(lambda h, g: decay * h + (1 - decay) * g, own, h)
             h = own = trees.where(finite, ema, own)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
 from lsgd_jax._src.shared import WORKER_AXES, named
-from lsgd_jax._src.trees import Tree, widen
+from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.packing import Cut, Packing
 
 
@@ -132,7 +132,7 @@ class MeshChannel:
         """The sum or mean of the trees of the workers for which `where` holds."""
 
         def add_up(tree: Tree, where: Array) -> tuple[Tree, Array]:
-            summed = (widen(tree), where.astype(jnp.float32))
+            summed = (widened(tree), where.astype(jnp.float32))
             packing = Packing(summed)
             take_part = lambda x: jnp.where(where, x, 0)
             sums = [lax.psum(take_part(x), self._names) for x in packing.pack(summed)]

@@ -25,7 +25,6 @@ from lsgd_jax._src.trees import (
     Tree,
     all_finite,
     has_headroom,
-    widen,
     widened,
     zeros,
 )
@@ -146,7 +145,7 @@ class Group:
         parameters, which are then the mean.
         """
         if not self.is_bound:
-            return Shared(widen(params))
+            return Shared(widened(params))
         mean, _ = self.masked_mean(params, all_finite(params))
         return self.shared(mean)
 
@@ -379,7 +378,7 @@ class Group:
         self, tree: Tree, where: Array, mean: bool, reference: Tree | None = None
     ) -> tuple[Tree, Array]:
         del reference
-        self._count((widen(tree), jnp.float32(0)))  # the number of workers, too
+        self._count((widened(tree), jnp.float32(0)))  # the number of workers, too
         return self.channel.sum(tree, where, mean)
 
     def _permuted(self, tree: Tree, permutation: Permutation) -> Tree:

@@ -15,7 +15,6 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.explicit import explicit_axes
 from lsgd_jax._src.layouts import inside_axes
 
 
@@ -57,7 +56,7 @@ def _on_whole_table(eqn: Any) -> Any:
 def _whole(x: jax.Array, kept: tuple[int, ...]) -> jax.Array:
     """The array, sharded along the kept dimensions only."""
     sharding = jax.typeof(x).sharding
-    if explicit_axes(sharding.mesh):
+    if sharding.mesh.explicit_axes:
         own = (*sharding.spec, *[None] * x.ndim)
         return jax.reshard(x, Spec(*(own[d] if d in kept else None for d in range(x.ndim))))
     each = (Spec.UNCONSTRAINED if d in kept else None for d in range(x.ndim))

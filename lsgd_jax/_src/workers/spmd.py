@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts
-from lsgd_jax._src.explicit import explicit_axes
 from lsgd_jax._src.shared import check_rows, naming, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
@@ -58,7 +57,7 @@ class Grid(NamedTuple):
     def placed(self, x: Any, shared: bool) -> Any:
         """A traced leaf, sharded over the workers; on axes inside them as it was."""
         now = jax.typeof(x).sharding
-        own = now.spec[0 if shared else 1 :] if explicit_axes(now.mesh) else ()
+        own = now.spec[0 if shared else 1 :] if now.mesh.explicit_axes else ()
         return jax.reshard(x, self.sharding(Spec(*own), shared))
 
     def typed(self, one: jax.ShapeDtypeStruct, x: Any, shared: bool) -> Any:

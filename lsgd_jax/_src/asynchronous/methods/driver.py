@@ -28,7 +28,7 @@ from lsgd_jax._src.trees import (
     floats,
     plus,
     refill,
-    widen,
+    widened,
 )
 
 
@@ -347,7 +347,7 @@ def _in_type_of(own: Any, new: Any) -> Any:
 def own_step(sharding: Sharding | None, x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
     """Returns x + u, and whether it and the loss are finite, see `kernel.settle`."""
     is_trusted = jnp.isfinite(loss)
-    step = kernel.settle(floats(x), widen(floats(u, x)), is_trusted, jnp.asarray(True))
+    step = kernel.settle(floats(x), widened(floats(u, x)), is_trusted, jnp.asarray(True))
     y = apply_updates(x, refill(step, u))
     return constrained(y, sharding), is_trusted & all_finite(floats(y))
 

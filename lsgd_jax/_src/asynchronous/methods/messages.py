@@ -23,7 +23,7 @@ from lsgd_jax._src.asynchronous.methods.program import Message, Program, ask
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
 from lsgd_jax._src.layouts import on_one_device
-from lsgd_jax._src.trees import Tree, mean_of, widen
+from lsgd_jax._src.trees import Tree, mean_of, widened
 from lsgd_jax._src.wire.collectives import Permutation
 from lsgd_jax._src.wire.group import sources_of
 
@@ -53,7 +53,7 @@ class MessageChannel:
         return ask("broadcast", (tree, source), tree)
 
     def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
-        wide = widen(tree)
+        wide = widened(tree)
         sums, count = ask("sum", (wide, where), (wide, jnp.float32(0)))
         return (mean_of(sums, count) if mean else sums), count
 

@@ -248,7 +248,7 @@ class _Compiled:
         return tuple(map(self._kept, self._pulls, states))
 
     def _local(self, x, u, states, loss, t, is_finite):
-        own, step = trees.floats(x), trees.widen(trees.floats(u))
+        own, step = trees.floats(x), trees.widened(trees.floats(u))
         step, states, counts, _ = kernel.local(
             self._pulls, own, step, loss, states, is_finite, t
         )
