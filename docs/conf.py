@@ -6,6 +6,7 @@ and a page that would load anything from elsewhere fails the build.
 
 import inspect
 import pathlib
+import posixpath
 import re
 import subprocess
 import sys
@@ -79,6 +80,7 @@ html_context = {"default_mode": "auto"}  # otherwise each page warns of its them
 html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
+    "extra_footer": f"lsgd_jax {version}",
     "navbar_persistent": [],  # the search is in the sidebar
     "secondary_sidebar_items": {
         "**": ["page-toc"],
@@ -122,6 +124,9 @@ TYPES = {
     "jax.P": "jax.sharding.PartitionSpec",
     "optax._src.base.": "optax.",
 }
+# Pages of earlier versions, and where their content is now.
+MOVED = {"api/methods": "api/index"}
+REDIRECT = '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved.</a>'
 LOADED = re.compile(
     rb"<(?:script|img|iframe|source)\b[^>]*?\ssrc=[\"']?(?:https?:)?//[^>]*>"
     rb"|<link\b[^>]*?\shref=[\"']?(?:https?:)?//[^>]*>"
@@ -212,6 +217,14 @@ def find_class(app, env, node, content):
         return domain.resolve_xref(*where, "obj", f"lsgd_jax.{name}", node, content)
 
 
+def redirect_old_pages(app, error):
+    if error or app.builder.format != "html":
+        return
+    for old, new in MOVED.items():
+        address = posixpath.relpath(f"{new}.html", posixpath.dirname(old) or ".")
+        (app.outdir / f"{old}.html").write_text(REDIRECT.format(address))
+
+
 def check_offline(app, error):
     """Raises ExtensionError if a page or a style sheet loads something by http."""
     if error or app.builder.format != "html":
@@ -232,4 +245,5 @@ def setup(app):
     app.connect("autodoc-process-signature", short_signature, priority=600)
     app.connect("missing-reference", find_class)
     app.connect("build-finished", write_notebooks)
+    app.connect("build-finished", redirect_old_pages)
     app.connect("build-finished", check_offline)

@@ -32,7 +32,7 @@ class Topology:
 
     Attributes:
       name: the name of the graph in its text form.
-      num_workers: W.
+      num_workers: the number of workers W.
       rounds: for each round a tuple of permutations, each a tuple of edges
         (source, destination). No self-loops, and no edge twice in a round.
       weights: for each round its mixing matrix, or None for equal shares.
@@ -260,7 +260,7 @@ def from_edges(
     Args:
       rounds: for each round its edges (source, destination), as indices of workers.
         Out-degrees may differ between workers and between rounds.
-      num_workers: W. Defaults to one more than the largest index.
+      num_workers: the number of workers W. Defaults to one more than the largest index.
       weights: for each round its mixing matrix P, [rounds, W, W]. P[i, j] is the share of
         j's value that i receives, and P[j, j] > 0 the share that j keeps. Each column sums
         to 1; for D-PSGD also each row. Defaults to equal shares, 1 / (out-degree + 1).
@@ -309,7 +309,7 @@ def metropolis(edges: Iterable[Edge], num_workers: int | None = None) -> Topolog
 
     Args:
       edges: pairs of neighbors, as indices of workers; messages travel in both directions.
-      num_workers: W. Defaults to one more than the largest index.
+      num_workers: the number of workers W. Defaults to one more than the largest index.
 
     Raises:
       ValueError: as for `from_edges`.

@@ -155,7 +155,7 @@ def scoping(
     Args:
       initial: the pull at the first step; 0.01 for the anchor and 1 for the center in the
         paper.
-      batches_per_epoch: B.
+      batches_per_epoch: the number B of batches in an epoch.
       period: steps of the inner loop, L.
       largest: the upper bound of the pull; 1 for the anchor and 10 for the center in the
         paper.

@@ -113,7 +113,7 @@ class Coordinator:
     Claims send workers to rounds with the keys ('join', number).
 
     Args:
-      workers: W.
+      workers: the number of workers W.
       steps: mean steps per worker after which the run ends: W · steps in all.
       period: steps per worker between rounds. Defaults to no rounds.
       timeout: seconds from the first arrival after which a round closes.

@@ -92,7 +92,7 @@ class DecoupledDiLoCo(FreeRunning):
       learning_rate: η ≥ 0, of the outer steps.
       momentum: β in [0, 1].
       fragments: F, which divides H.
-      quorum: K. Defaults to a majority, W // 2 + 1.
+      quorum: K workers. Defaults to a majority, W // 2 + 1.
       deviations: k ≥ 0.
       merge: 'radial', or 'mean' for the weighted mean.
       averaged: a function from the path of a tensor to whether it takes the weighted mean

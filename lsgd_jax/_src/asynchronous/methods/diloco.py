@@ -59,7 +59,7 @@ class DiLoCo(FreeRunning):
       local_steps: H, the local steps of the fastest worker.
       learning_rate: η ≥ 0, of the outer steps.
       momentum: β in [0, 1]; the paper's 0.9 diverges where H is short.
-      momentum_every: N. Defaults to W, or to 1 with `together`.
+      momentum_every: N turns. Defaults to W, or to 1 with `together`.
       together: whether pseudo-gradients are combined in rounds.
       weights: 'steps' sets w to the worker's steps / H, so that all samples count equally;
         'equal' sets w to 1.
