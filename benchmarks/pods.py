@@ -133,7 +133,7 @@ def compiled(case: Case) -> tuple[list, float]:
         jax.ShapeDtypeStruct((), jnp.float32),
         exchange,
         phases=phases,
-        specs=lj.largest_dimension("inside", n) if n > 1 else None,
+        specs=lj.layouts.largest_dimension("inside", n) if n > 1 else None,
         on_program=lambda program: times.append(time.process_time()),
     )
     return list(report.programs), times[-1] - times[-2]

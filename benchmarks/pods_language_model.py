@@ -121,7 +121,7 @@ def compiled(size: str, cluster: str, name: str) -> tuple[aot.Report, float]:
     each = len(pod.devices) // pod.groups
     workers = lj.Workers(mesh=pod.mesh(node=pod.groups, fsdp=each), axes=("node",))
     batch = jax.ShapeDtypeStruct((each * SIZES[size][2], CONTEXT + 1), jnp.int32)
-    specs = lj.largest_dimension("fsdp", each)
+    specs = lj.layouts.largest_dimension("fsdp", each)
     report = aot.report(
         workers,
         *step_of(size, method),

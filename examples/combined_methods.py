@@ -4,8 +4,8 @@
 
 `two_levels` is LSGD inside a node and DiLoCo across: `lj.exchange` composes exchanges.
 `diloco_leader` is DiLoCo whose outer step follows the leader in place of the mean. Its rule
-is `lj.anchored` with an election. Four workers in two nodes descend from 0 to the goals 1,
-2, 4 and 9. The losses are squared distances, so the leader is the worker with the goal 1.
+is `lj.rules.anchored` with an election. Four workers in two nodes descend from 0 to the
+goals 1, 2, 4 and 9. The losses are squared distances, so the leader has the goal 1.
 The program prints the workers after 20 steps:
 
     two levels: 2.209 3.629 2.209 3.629
@@ -45,13 +45,13 @@ class LedState(NamedTuple):
         return self.election.leader
 
 
-def led(outer, axes=("node", "local"), window=10) -> lj.Rule:
+def led(outer, axes=("node", "local"), window=10) -> lj.rules.Rule:
     r"""The rule of an anchor that an outer optimizer moves toward the leader l.
 
     .. math:: \Delta = a - y_l, \qquad a \leftarrow a + \text{outer}(\Delta), \qquad z = a
     """
     outer = optax.with_extra_args_support(outer)
-    leader, anchored = lj.leader(axes, window), lj.anchored(outer, axes)
+    leader, anchored = lj.rules.leader(axes, window), lj.rules.anchored(outer, axes)
 
     def init(params):
         return LedState(leader.init(params), anchored.init(params))
@@ -71,7 +71,7 @@ def led(outer, axes=("node", "local"), window=10) -> lj.Rule:
         state = LedState(election, lj.AnchorState(*map(group.shared, chosen)))
         return chosen[0], jnp.asarray(True), state
 
-    return lj.Rule(axes, init, agree, step)
+    return lj.rules.Rule(axes, init, agree, step)
 
 
 def diloco_leader(period=64, outer=None, loss_window=10) -> lj.Exchange:

@@ -22,11 +22,11 @@ class MedianState(NamedTuple):
     followed: lj.Shared[jax.Array]
 
 
-def median_worker(axes=("node", "local")) -> lj.Rule:
+def median_worker(axes=("node", "local")) -> lj.rules.Rule:
     """The parameters of the worker whose loss is the median of its group."""
 
     def init(params):
-        return MedianState(jnp.float32(jnp.inf), lj.Group(axes).shared(jnp.int32(-1)))
+        return MedianState(jnp.float32(jnp.inf), lj.rules.Group(axes).shared(jnp.int32(-1)))
 
     def step(u, x, state, loss, t):
         return u, state._replace(loss=loss.astype(jnp.float32)), True
@@ -41,7 +41,7 @@ def median_worker(axes=("node", "local")) -> lj.Rule:
         followed = jnp.where(found, median, state.followed.value)
         return z, found, state._replace(followed=group.shared(followed))
 
-    return lj.Rule(axes, init, agree, step)
+    return lj.rules.Rule(axes, init, agree, step)
 
 
 def main() -> tuple[list[int], lj.Diagnostics]:

@@ -1,12 +1,12 @@
 """Leader-based and communication-efficient training as optax transformations."""
 
-import warnings
-from typing import Any
-
 from lsgd_jax import aot as aot
 from lsgd_jax import asynchronous as asynchronous
 from lsgd_jax import checks as checks
 from lsgd_jax import contrib as contrib
+from lsgd_jax import layouts as layouts
+from lsgd_jax import robust as robust
+from lsgd_jax import rules as rules
 from lsgd_jax import topology as topology
 from lsgd_jax._src.exchange.aggregate import AggregateState as AggregateState
 from lsgd_jax._src.exchange.aggregate import aggregate as aggregate
@@ -20,8 +20,6 @@ from lsgd_jax._src.exchange.exchange import Exchange as Exchange
 from lsgd_jax._src.exchange.exchange import exchange as exchange
 from lsgd_jax._src.exchange.kernel import Pull as Pull
 from lsgd_jax._src.exchange.kernel import PullState as PullState
-from lsgd_jax._src.exchange.options import PullOptions as PullOptions
-from lsgd_jax._src.exchange.options import takes_options as takes_options
 from lsgd_jax._src.exchange.outer import Outer as Outer
 from lsgd_jax._src.exchange.outer import OuterState as OuterState
 from lsgd_jax._src.exchange.outer import outer as outer
@@ -29,55 +27,34 @@ from lsgd_jax._src.exchange.parts import Fragment as Fragment
 from lsgd_jax._src.exchange.parts import fragment as fragment
 from lsgd_jax._src.exchange.phases import Phase as Phase
 from lsgd_jax._src.exchange.resize import resize as resize
-from lsgd_jax._src.exchange.rule import Rule as Rule
-from lsgd_jax._src.exchange.rule import combine_then_adapt as combine_then_adapt
 from lsgd_jax._src.exchange.step import ExchangeState as ExchangeState
 from lsgd_jax._src.exchange.with_state import with_state as with_state
-from lsgd_jax._src.layouts import following as following
-from lsgd_jax._src.layouts import inside_axes as inside_axes
-from lsgd_jax._src.layouts import largest_dimension as largest_dimension
 from lsgd_jax._src.methods.anchored import AnchorState as AnchorState
-from lsgd_jax._src.methods.anchored import anchored as anchored
-from lsgd_jax._src.methods.averaging import average as average
 from lsgd_jax._src.methods.averaging import diloco as diloco
 from lsgd_jax._src.methods.averaging import local_sgd as local_sgd
 from lsgd_jax._src.methods.averaging import slowmo as slowmo
 from lsgd_jax._src.methods.easgd import CenterState as CenterState
 from lsgd_jax._src.methods.easgd import downpour as downpour
 from lsgd_jax._src.methods.easgd import easgd as easgd
-from lsgd_jax._src.methods.easgd import moving_center as moving_center
 from lsgd_jax._src.methods.gossip import adpsgd as adpsgd
 from lsgd_jax._src.methods.gossip import dpsgd as dpsgd
-from lsgd_jax._src.methods.gossip import neighbors as neighbors
 from lsgd_jax._src.methods.guard import Detector as Detector
 from lsgd_jax._src.methods.guard import Guard as Guard
 from lsgd_jax._src.methods.lsgd import LeaderState as LeaderState
-from lsgd_jax._src.methods.lsgd import leader as leader
 from lsgd_jax._src.methods.lsgd import lsgd as lsgd
 from lsgd_jax._src.methods.pairwise import PairwiseState as PairwiseState
-from lsgd_jax._src.methods.pairwise import SumWeightState as SumWeightState
-from lsgd_jax._src.methods.pairwise import gosgd as gosgd
 from lsgd_jax._src.methods.pairwise import pairwise as pairwise
 from lsgd_jax._src.methods.parle import ParleState as ParleState
 from lsgd_jax._src.methods.parle import parle as parle
 from lsgd_jax._src.methods.parle import scoping as scoping
 from lsgd_jax._src.methods.push_sum import PushSumState as PushSumState
 from lsgd_jax._src.methods.push_sum import osgp as osgp
-from lsgd_jax._src.methods.push_sum import push_sum as push_sum
 from lsgd_jax._src.methods.push_sum import sgp as sgp
 from lsgd_jax._src.methods.robust import allreduce as allreduce
-from lsgd_jax._src.methods.robust import cge as cge
-from lsgd_jax._src.methods.robust import coordinate_median as coordinate_median
-from lsgd_jax._src.methods.robust import geometric_median as geometric_median
-from lsgd_jax._src.methods.robust import krum as krum
-from lsgd_jax._src.methods.robust import licm as licm
-from lsgd_jax._src.methods.robust import trimmed_mean as trimmed_mean
-from lsgd_jax._src.methods.robust_means import robust_mean as robust_mean
-from lsgd_jax._src.methods.wagma import butterfly as butterfly
 from lsgd_jax._src.methods.wagma import wagma as wagma
+from lsgd_jax._src.moved import moved as _moved
 from lsgd_jax._src.shared import Shared as Shared
 from lsgd_jax._src.trees import apply_updates as apply_updates
-from lsgd_jax._src.wire.group import Group as Group
 from lsgd_jax._src.wire.top_k import TopK as TopK
 from lsgd_jax._src.wire.wire import Wire as Wire
 from lsgd_jax._src.wire.wire import WireFormat as WireFormat
@@ -92,24 +69,13 @@ from lsgd_jax._src.workers.unrolled import unrolled as unrolled
 from lsgd_jax._src.workers.workers import Workers as Workers
 
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
-# Names that have moved to `contrib`; 0.4 no longer knows them here.
-_MOVED = {
-    "GradientNormState",
-    "NoLoCoState",
-    "desloc",
-    "gradient_weighted",
-    "grawa",
-    "noloco",
-    "sparse_diloco",
-    "sparta",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    message = f"lsgd_jax.{name} is lsgd_jax.contrib.{name} now; 0.4 drops the old name"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return getattr(contrib, name)
+# 0.5 drops the old names.
+__getattr__ = _moved(
+    __name__,
+    rules=vars(rules),
+    robust=vars(robust),
+    layouts=vars(layouts),
+    contrib={"gosgd": contrib.gosgd, "SumWeightState": contrib.SumWeightState},
+)

@@ -8,3 +8,5 @@ from lsgd_jax._src.contrib.noloco import NoLoCoState as NoLoCoState
 from lsgd_jax._src.contrib.noloco import noloco as noloco
 from lsgd_jax._src.contrib.sparse_diloco import sparse_diloco as sparse_diloco
 from lsgd_jax._src.contrib.sparta import sparta as sparta
+from lsgd_jax._src.methods.pairwise import SumWeightState as SumWeightState
+from lsgd_jax._src.methods.pairwise import gosgd as gosgd

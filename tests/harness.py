@@ -170,13 +170,15 @@ METHODS = {
         wires=False,
     ),
     "robust+pull": Method(
-        lambda W, **k: lj.exchange(lj.Pull(lj.robust_mean("krum"), 0.5, every=2), **k),
+        lambda W, **k: lj.exchange(
+            lj.Pull(lj.rules.robust_mean("krum"), 0.5, every=2), **k
+        ),
         due=2,
         wires=False,
     ),
     "leaders+own": Method(
         lambda W, **k: lj.exchange(
-            lj.Pull(lj.leader(("node", "local"), window=2, keep=3), 0.5, every=2), **k
+            lj.Pull(lj.rules.leader(("node", "local"), window=2, keep=3), 0.5, every=2), **k
         ),
         due=2,
     ),
@@ -195,7 +197,9 @@ METHODS = {
     "pairwise_loss": Method(
         lambda W, **k: lj.pairwise("loss", divergence_threshold=2.0, **k), rounds=hops
     ),
-    "gosgd": Method(lambda W, **k: lj.gosgd(send_probability=0.7, **k), rounds=hops),
+    "gosgd": Method(
+        lambda W, **k: lj.contrib.gosgd(send_probability=0.7, **k), rounds=hops
+    ),
     "wagma": Method(
         lambda W, **k: lj.wagma(2, 3, **k), rounds=lambda W: (3, 1), refuses=(5,)
     ),
@@ -212,15 +216,17 @@ METHODS = {
         due=2,
         rounds=lambda W: (1, 1),
     ),
-    "coordinate_median": Method(lambda W: lj.coordinate_median(), first=True),
-    "licm": Method(lambda W: lj.licm(0.5), first=True),
-    "robust+krum": Method(lambda W: lj.krum(faulty=1, keep=6), first=True),
+    "coordinate_median": Method(lambda W: lj.robust.coordinate_median(), first=True),
+    "licm": Method(lambda W: lj.robust.licm(0.5), first=True),
+    "robust+krum": Method(lambda W: lj.robust.krum(faulty=1, keep=6), first=True),
     "robust+geometric_median": Method(
-        lambda W: lj.geometric_median(), first=True, loops=31 * 3 * 8 * 4
+        lambda W: lj.robust.geometric_median(), first=True, loops=31 * 3 * 8 * 4
     ),
-    "robust+trimmed_mean": Method(lambda W: lj.trimmed_mean(), first=True),
-    "cge": Method(lambda W: lj.cge(int(W > 1)), first=True),
-    "cge_decay": Method(lambda W: lj.cge(int(W > 1), decay=0.5), first=True, alone=False),
+    "robust+trimmed_mean": Method(lambda W: lj.robust.trimmed_mean(), first=True),
+    "cge": Method(lambda W: lj.robust.cge(int(W > 1)), first=True),
+    "cge_decay": Method(
+        lambda W: lj.robust.cge(int(W > 1), decay=0.5), first=True, alone=False
+    ),
 }
 
 
@@ -239,7 +245,7 @@ def needed(factory):
         "parle": {"learning_rate": 0.1},
         "leader": {"axes": "local"},
         "scoping": {"initial": 0.1, "batches_per_epoch": 2},
-        "Pull": {"rule": lj.average(), "strength": 1.0},
+        "Pull": {"rule": lj.rules.average(), "strength": 1.0},
     }
     return arguments.get(factory.__name__, {})
 

@@ -170,7 +170,16 @@ def test_the_reference_names_each_public_name_once():
     modules = lj, lj.asynchronous, lj.asynchronous.simulator, lj.asynchronous.ray_engine
     public = {
         f"{module.__name__}.{name}"
-        for module in (*modules, lj.aot, lj.contrib, lj.topology, lj.checks)
+        for module in (
+            *modules,
+            lj.aot,
+            lj.checks,
+            lj.contrib,
+            lj.layouts,
+            lj.robust,
+            lj.rules,
+            lj.topology,
+        )
         for name, x in vars(module).items()
         if not name.startswith("_") and not isinstance(x, types.ModuleType)
         if name not in ("Any", "TYPE_CHECKING")

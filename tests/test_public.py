@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -12,12 +13,27 @@ import lsgd_jax as lj
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def test_old_names_of_contrib_work_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="lsgd_jax.noloco is lsgd_jax.contrib.nolo"):
-        assert lj.noloco is lj.contrib.noloco
-    assert lj._MOVED == {name for name in vars(lj.contrib) if not name.startswith("_")}
-    with pytest.raises(AttributeError, match="no attribute 'nolocos'"):
-        lj.nolocos  # noqa: B018
+@pytest.mark.parametrize(
+    "name",
+    ["rules.leader", "rules.Group", "layouts.following", "robust.krum", "contrib.gosgd"],
+)
+def test_old_names_work_with_a_warning(name):
+    module, _, old = name.partition(".")
+    with pytest.warns(DeprecationWarning, match=f"lsgd_jax.{old} is lsgd_jax.{name} now"):
+        found = getattr(lj, old)
+    assert found is getattr(getattr(lj, module), old)
+    with pytest.raises(AttributeError, match=f"no attribute '{old}s'"):
+        getattr(lj, f"{old}s")
+
+
+def test_modules_show_public_names_alone():
+    hidden = {"_src", "_moved"}  # and those that every module has
+    for module in lj, lj.rules, lj.layouts, lj.robust, lj.contrib, lj.topology, lj.checks:
+        for name in {x for x in dir(module) if not x.startswith("__")} - hidden:
+            value = getattr(module, name)
+            home = getattr(value, "__module__", "lsgd_jax")  # modules have none
+            assert home.startswith(("lsgd_jax", "typing", "types", "collections")), name
+            assert not isinstance(value, types.ModuleType) or "lsgd_jax" in value.__name__
 
 
 RIGHT = """
@@ -28,7 +44,7 @@ import optax  # type: ignore[import-untyped]
 import lsgd_jax as lj
 
 outer: lj.Exchange = lj.diloco(4, wire="int8", part=["head"])
-tx = optax.chain(optax.sgd(0.1), lj.exchange(lj.Pull(lj.average(), 0.5), outer))
+tx = optax.chain(optax.sgd(0.1), lj.exchange(lj.Pull(lj.rules.average(), 0.5), outer))
 workers = lj.Workers(nodes=2, locals=2)
 params = workers.put({"head": jnp.ones((4, 3))})
 model = lj.center(params, workers.map(tx.init)(params))
@@ -39,7 +55,7 @@ WRONG = {
     'lj.diloco("4")': 'incompatible type "str"; expected "int"',
     'lj.diloco(4, wire="int9")': 'expected "Wire | TopK | Literal',
     "workers.foo()": '"Workers" has no attribute "foo"',
-    "lj.average().is_due(1)": '"Rule" has no attribute "is_due"',
+    "lj.rules.average().is_due(1)": '"Rule" has no attribute "is_due"',
     "lj.asynchronous.simulator.foo": "has no attribute",
     "lj.asynchronous.ray_engine.foo": "has no attribute",
 }

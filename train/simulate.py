@@ -197,7 +197,7 @@ def method(config: Config) -> lj.asynchronous.Method:
         )
     every = {"independent": config.steps + 1, "allreduce": 1}.get(chosen.name)
     if every is not None:
-        return lj.asynchronous.Pulls(lj.exchange(lj.Pull(lj.average(), 1.0, every)))
+        return lj.asynchronous.Pulls(lj.exchange(lj.Pull(lj.rules.average(), 1.0, every)))
     exchange = chosen.exchanges(schedules.learning_rate(optimizer, config.steps))
     assert exchange is not None
     return lj.asynchronous.Pulls(exchange)

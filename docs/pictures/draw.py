@@ -263,9 +263,9 @@ def draw_robust():
     workers = lj.Workers(nodes=1, locals=8)
     rules = {
         "mean (all-reduce)": lj.allreduce(),
-        "coordinate-wise median": lj.coordinate_median(),
-        "LICM, γ = 0.5": lj.licm(gamma=0.5),
-        "CGE, f = 2": lj.cge(faulty=2),
+        "coordinate-wise median": lj.robust.coordinate_median(),
+        "LICM, γ = 0.5": lj.robust.licm(gamma=0.5),
+        "CGE, f = 2": lj.robust.cge(faulty=2),
     }
     noise = 0.3 * np.random.default_rng(0).normal(size=[STEPS, 8]).astype(np.float32)
     figure, (schema, panel) = plt.subplots(1, 2, figsize=(6, 2.6), width_ratios=[1, 1.5])
@@ -357,7 +357,7 @@ def draw_families():
         "pairwise",
         draw_graph(hops, "each takes from one peer,\nanother at each step", rounds=1),
         ("pairwise, f = 1/2, p = 0.2", lj.pairwise(fetch_probability=0.2), None),
-        ("gosgd, p = 0.2", lj.gosgd(send_probability=0.2), None),
+        ("gosgd, p = 0.2", lj.contrib.gosgd(send_probability=0.2), None),
     )
     of_family("group", draw_groups, ("wagma, S = 2, τ = 12", lj.wagma(2, 12), 12))
     parle = lj.parle(RATE, period=12, anchor_pull=2.0, outer_learning_rate=0.6)

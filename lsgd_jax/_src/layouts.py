@@ -114,7 +114,7 @@ def largest_dimension(
 
     >>> import jax, lsgd_jax as lj
     >>> from jax.sharding import PartitionSpec as P
-    >>> specs = lj.largest_dimension("fsdp", 4)
+    >>> specs = lj.layouts.largest_dimension("fsdp", 4)
     >>> leaf = jax.ShapeDtypeStruct((64, 256), "float32")
     >>> specs("dense/kernel", leaf) == P(None, "fsdp")
     True
@@ -146,7 +146,8 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
     >>> from jax.sharding import PartitionSpec as P
     >>> workers = lj.Workers(nodes=2, inside={"fsdp": 4})
     >>> params = workers.put({"w": np.ones([2, 8])}, specs=P("fsdp"))
-    >>> momentum = workers.put({"mu": {"w": np.zeros([2, 8])}}, lj.following(params))
+    >>> momentum = {"mu": {"w": np.zeros([2, 8])}}
+    >>> momentum = workers.put(momentum, lj.layouts.following(params))
     >>> momentum["mu"]["w"].sharding.spec == P("node", "fsdp")
     True
     """
@@ -273,7 +274,7 @@ def inside_axes() -> tuple[str, ...]:
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
     >>> workers = lj.Workers(nodes=2, inside={"fsdp": 4})
-    >>> count = workers.map(lambda x: x + len(lj.inside_axes()))
+    >>> count = workers.map(lambda x: x + len(lj.layouts.inside_axes()))
     >>> count(workers.put(jnp.zeros(2))).tolist()
     [1.0, 1.0]
     """

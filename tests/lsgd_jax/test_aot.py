@@ -445,7 +445,7 @@ def test_messages_about_memory_are_read():
 def test_shards_of_a_worker_are_laid_out_as_put_does():
     workers = lj.Workers(nodes=2, inside={"fsdp": 4})
     method = lj.diloco(4)
-    specs = lj.largest_dimension("fsdp", 4, smallest=1)
+    specs = lj.layouts.largest_dimension("fsdp", 4, smallest=1)
     init, step = step_of(method)
     report = aot.report(
         workers, init, step, BATCH, method, specs=specs, batch_specs=P("fsdp")
@@ -487,7 +487,7 @@ def test_a_train_state_is_laid_out_like_its_parameters():
     replicas = jax.vmap(init, axis_size=2)
     own = functools.partial(aot.shapes_of, mesh=workers.mesh, across="node")
     params = own(lambda: replicas().params, specs=specs)
-    for state in (carry, own(replicas, specs=lj.following(params))):
+    for state in (carry, own(replicas, specs=lj.layouts.following(params))):
         for tree in (state.params, state.moments[0].mu):
             found = [tree[name].sharding.spec for name in ("up", "down", "bias")]
             assert found == [P("node", "fsdp"), P("node", None, "fsdp"), P("node")]
@@ -940,7 +940,7 @@ def decoders(W, kind, method, specs=None, phases=None):
         return [program(phase) for phase in phases or chosen(method)]
 
 
-RULE = lj.largest_dimension("fsdp", 4)
+RULE = lj.layouts.largest_dimension("fsdp", 4)
 SHARD = sum(map(np.prod, LAYERS.values())) // 4  # elements on each of four devices
 
 
@@ -964,7 +964,7 @@ def test_a_step_in_the_form_of_maxtext(kind, method, more):
     assert due.memory.temporaries <= quiet.memory.temporaries + more * 4 * SHARD
 
 
-KRUM = lj.exchange(lj.Pull(lj.robust_mean("krum"), 1.0, every=64, delay=1))
+KRUM = lj.exchange(lj.Pull(lj.rules.robust_mean("krum"), 1.0, every=64, delay=1))
 
 
 # `each`: bytes that a chip sends for each of its parameters. With specs they are those of

@@ -54,8 +54,15 @@ INVALID = {
 }
 FACTORIES = [
     *FACTORIES,
-    *(lj.allreduce, lj.cge, lj.geometric_median, lj.krum, lj.licm, lj.trimmed_mean),
-    *(lj.Guard, lj.Pull, lj.TopK, lj.leader, lj.scoping),
+    *(
+        lj.allreduce,
+        lj.robust.cge,
+        lj.robust.geometric_median,
+        lj.robust.krum,
+        lj.robust.licm,
+        lj.robust.trimmed_mean,
+    ),
+    *(lj.Guard, lj.Pull, lj.TopK, lj.rules.leader, lj.scoping),
 ]
 
 

@@ -21,12 +21,12 @@ METHODS = [
 PULLS = [
     lj.Pull(rule, 0.5, every=2, part=["head"])
     for rule in (
-        lj.leader("local", window=3),
-        lj.combine_then_adapt(lj.average()),
-        lj.moving_center(0.1),
-        lj.neighbors(lj.topology.ring),
-        lj.butterfly(2),
-        lj.push_sum(lj.topology.exponential(4), 1, "node"),
+        lj.rules.leader("local", window=3),
+        lj.rules.combine_then_adapt(lj.rules.average()),
+        lj.rules.moving_center(0.1),
+        lj.rules.neighbors(lj.topology.ring),
+        lj.rules.butterfly(2),
+        lj.rules.push_sum(lj.topology.exponential(4), 1, "node"),
     )
 ]
 
@@ -41,12 +41,20 @@ def test_pickled_objects_compare_equal(made):
 
 def test_equal_arguments_make_equal_objects():
     assert lj.local_sgd(16) == lj.local_sgd(period=16, axes=("node", "local"))
-    assert lj.leader("local") == lj.leader("local", 10) != lj.leader("local", 11)
+    assert (
+        lj.rules.leader("local")
+        == lj.rules.leader("local", 10)
+        != lj.rules.leader("local", 11)
+    )
     outer = optax.sgd(0.7)
-    assert lj.anchored(outer) == lj.anchored(outer) != lj.anchored(optax.sgd(0.7))
-    rule = lj.Rule("local", lambda params: (), lambda *given: given)
+    assert (
+        lj.rules.anchored(outer)
+        == lj.rules.anchored(outer)
+        != lj.rules.anchored(optax.sgd(0.7))
+    )
+    rule = lj.rules.Rule("local", lambda params: (), lambda *given: given)
     assert lj.Pull(rule, 1.0) == lj.Pull(rule, 1.0)
-    assert rule != lj.Rule("local", rule.init, rule.agree)  # not made by a factory
+    assert rule != lj.rules.Rule("local", rule.init, rule.agree)  # not made by a factory
 
 
 def test_a_function_that_cannot_be_pickled_is_named():
@@ -70,8 +78,8 @@ def test_an_equal_pull_as_a_static_argument_does_not_compile_again():
 
 
 def test_arrays_compare_by_their_elements():
-    anchored = lambda *weights: lj.anchored(SGD, weights=np.array(weights))
+    anchored = lambda *weights: lj.rules.anchored(SGD, weights=np.array(weights))
     assert anchored(1.0, 2.0) == anchored(1.0, 2.0) != anchored(1.0, 3.0)
-    assert anchored(1.0, 2.0) != lj.anchored(SGD, weights=[1.0, 2.0])
+    assert anchored(1.0, 2.0) != lj.rules.anchored(SGD, weights=[1.0, 2.0])
     pulls = [lj.lsgd(strength) for strength in (jnp.array(0.1), jnp.array(0.1))]
     assert pulls[0] == pulls[1] != lj.lsgd(jnp.array(0.2))

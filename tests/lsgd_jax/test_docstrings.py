@@ -12,7 +12,8 @@ import lsgd_jax as lj
 
 def examples():
     """The docstrings of what is public, by name."""
-    for name, value in {**vars(lj), **vars(lj.contrib)}.items():
+    modules = lj, lj.rules, lj.robust, lj.layouts, lj.contrib
+    for name, value in (each for module in modules for each in vars(module).items()):
         if not name.startswith("_") and not inspect.ismodule(value):
             for test in doctest.DocTestFinder().find(value, name):
                 if test.examples:

@@ -15,7 +15,7 @@ TX = optax.chain(
         lj.lsgd(0.3, 0.2, 2, 4),
         lj.diloco(2, fragments=2, wire="int8"),
         lj.sgp(),
-        lj.Pull(lj.robust_mean("trimmed_mean"), 0.5, every=2),
+        lj.Pull(lj.rules.robust_mean("trimmed_mean"), 0.5, every=2),
     ),
 )
 X = {"w": np.arange(8.0, dtype=np.float32).reshape(2, 4), "b": np.ones((2, 3), np.float32)}

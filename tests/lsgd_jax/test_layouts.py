@@ -26,9 +26,9 @@ METHODS = {
     "grawa": lambda: optax.chain(SGD, lj.contrib.grawa(0.5, 2, layerwise=True)),
     "edit": lambda: optax.chain(SGD, lj.diloco(2, guard=GUARD, restart=2)),
     "radial": lambda: optax.chain(SGD, lj.diloco(2, merge="radial")),
-    "krum": lambda: optax.chain(lj.krum(0, keep=2), SGD),
-    "cge": lambda: optax.chain(lj.cge(1, decay=0.5), SGD),
-    "median": lambda: optax.chain(lj.coordinate_median(), SGD),
+    "krum": lambda: optax.chain(lj.robust.krum(0, keep=2), SGD),
+    "cge": lambda: optax.chain(lj.robust.cge(1, decay=0.5), SGD),
+    "median": lambda: optax.chain(lj.robust.coordinate_median(), SGD),
 }
 SPECS = {"in": {"kernel": P(None, "fsdp"), "bias": P("fsdp")}, "out": P("fsdp")}
 SIZES = {"in": {"kernel": (8, 16), "bias": (16,)}, "out": {"kernel": (16, 4)}}
@@ -198,9 +198,9 @@ def test_specs_may_be_a_prefix_a_tree_or_a_function():
     assert spec(one) == P("node", ("fsdp", "model"))
     two = workers.put(tree, lambda path, x: P("model") if path == "a/b" else P())
     assert spec(two) == P("node", "model") and two["a"]["c"].sharding.spec == P("node")
-    three = workers.put(tree, lj.largest_dimension("model", 2, smallest=8))
+    three = workers.put(tree, lj.layouts.largest_dimension("model", 2, smallest=8))
     assert spec(three) == P("node", None, "model")
-    assert spec(workers.put(tree, lj.following(two))) == P("node", "model")
+    assert spec(workers.put(tree, lj.layouts.following(two))) == P("node", "model")
     shared = workers.share({"w": np.zeros([4, 2])}, P("fsdp"))
     assert shared.value["w"].sharding.spec == P("fsdp")
     rows = workers.put_owned(tree, {"a": {"b": P("fsdp"), "c": P()}, "key": P()})
@@ -269,7 +269,7 @@ def test_training_continues_with_other_workers_and_another_size_inside():
     expected = jax.tree.map(lambda x: x[[0, 2]], params)
     params, state = lj.resize((params, state), sources=[0, 2])
     params = after.put(params, SPECS)
-    state = after.put(state, lj.following(params))
+    state = after.put(state, lj.layouts.following(params))
     jax.tree.map(np.testing.assert_array_equal, after.fetch(params), expected)
     _, batch = network(after)
     params, state, _ = after.map(step_of(tx), donate=(0, 1))(params, state, batch)
@@ -333,7 +333,7 @@ EXPLICIT = {
     "fragments": lambda: optax.chain(SGD, lj.diloco(4, fragments=2, delay=1)),
     "int8": lambda: optax.chain(SGD, lj.diloco(3, wire="int8")),
     "sgp": lambda: optax.chain(SGD, lj.sgp()),
-    "median": lambda: optax.chain(lj.coordinate_median(), SGD),
+    "median": lambda: optax.chain(lj.robust.coordinate_median(), SGD),
 }
 # The axes of the workers on which a method is tested by default.
 QUICKLY = [("lsgd", BOTH), ("median", ONE)]
@@ -425,14 +425,14 @@ def test_functions_of_a_worker_see_explicit_types():
         tx = lj.lsgd(rate, 0.2, 1, 1)  # as `inject_hyperparams` calls it
         loss, u = judge(x, batch), jax.tree.map(jnp.zeros_like, x)
         u, state = tx.update(u, state, x, value=loss)
-        return lj.apply_updates(x, u), state, lj.Group("node").mean(x["w"])
+        return lj.apply_updates(x, u), state, lj.rules.Group("node").mean(x["w"])
 
     state = workers.map(lj.lsgd(0.1, 0.2, 1, 1).init)(x)
     batch, rate = np.ones([2, 8]), workers.put(np.full(2, 0.1))
     x, state, mean = step(x, state, batch, rate)
     assert set(seen) == {SPREAD["w"]} and lj.consensus(x)["n"] == 0
     assert mean.sharding.spec == P("replica", None, "fsdp")
-    assert lj.following(x)("mu/w", np.ones([2, 8])) == SPREAD["w"]
+    assert lj.layouts.following(x)("mu/w", np.ones([2, 8])) == SPREAD["w"]
 
 
 def test_an_invalid_mesh_is_refused():
@@ -456,5 +456,5 @@ def test_arrays_of_an_explicit_mesh_are_accepted():
     x = np.arange(16.0, dtype=np.float32).reshape(2, 8)
     lies = jax.sharding.NamedSharding(explicit, P("replica", "fsdp"))
     workers = lj.Workers(mesh=mesh, axes="replica")
-    mean = workers.map(lambda x: lj.Group("node").mean(x))
+    mean = workers.map(lambda x: lj.rules.Group("node").mean(x))
     np.testing.assert_array_equal(mean(jax.device_put(x, lies)), np.stack([x.mean(0)] * 2))

@@ -25,7 +25,8 @@ def build(case):
     settings = {key: value for key, value in case.items() if key not in SETUP}
     name, base = case["method"], optax.sgd(case["lr"])
     if name in ("allreduce", "cge", "coordinate_median"):
-        return optax.chain(getattr(lj, name)(**settings), base)
+        module = lj if name == "allreduce" else lj.robust
+        return optax.chain(getattr(module, name)(**settings), base)
     if name == "dpsgd_ring":
         name, settings = "dpsgd", {"topology": lj.topology.ring(count)}
     if name in ("sgp", "osgp"):

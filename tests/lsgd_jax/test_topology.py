@@ -140,9 +140,9 @@ EXPONENTIAL = topology.exponential(8)
 @pytest.mark.parametrize(
     "rule, every, delay",
     [
-        (lj.neighbors(EXPONENTIAL), 1, 0),
-        (lj.neighbors(EXPONENTIAL), 3, 2),
-        (lj.butterfly(2), 2, 0),
+        (lj.rules.neighbors(EXPONENTIAL), 1, 0),
+        (lj.rules.neighbors(EXPONENTIAL), 3, 2),
+        (lj.rules.butterfly(2), 2, 0),
         (lj.sgp(EXPONENTIAL).pulls[0].rule, 3, 0),
         (lj.sgp(EXPONENTIAL).pulls[0].rule, 6, 0),
     ],

@@ -43,7 +43,7 @@ GRAPHS = {
 @pytest.mark.parametrize("W", [4, 8])
 def test_neighbor_averaging(W):
     """All graphs in one exchange, each on a leaf of its own."""
-    pull = lambda name: lj.Pull(lj.neighbors(GRAPHS[name][0](W)), 1.0, part=[name])
+    pull = lambda name: lj.Pull(lj.rules.neighbors(GRAPHS[name][0](W)), 1.0, part=[name])
     method = lj.exchange(*map(pull, GRAPHS))
     workers = lj.Workers(1, W, devices=jax.devices()[:1])
     ranks = {name: np.arange(W, dtype=np.float32) for name in GRAPHS}

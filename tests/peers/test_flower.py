@@ -24,12 +24,16 @@ import lsgd_jax as lj
 PERMUTED = [[1.0, 0.2, 0.5, 1.0], [0.2, 0.5, 1.0, 0.2], [0.5, 1.0, 0.2, 0.5]]
 # (method, what the nodes send, what the server makes of it)
 AGGREGATES = {
-    "krum": (lj.krum(faulty=1), [[0.2] * 4, [0.7] * 4, [1.0] * 4], [0.7] * 4),
-    "median": (lj.coordinate_median(), [[0.2] * 4, [1.0] * 4, [0.5] * 4], [0.5] * 4),
-    "median, permuted": (lj.coordinate_median(), PERMUTED, [0.5] * 4),
-    "median, scalars": (lj.coordinate_median(), [[1.0], [3.0], [2.0]], [2.0]),
-    "trimmed mean": (lj.trimmed_mean(cut=1), [[0.5] * 4, *PERMUTED], [0.5] * 4),
-    "trimmed mean, scalars": (lj.trimmed_mean(), [[0.5], [1.0], [2.0], [100.0]], [1.5]),
+    "krum": (lj.robust.krum(faulty=1), [[0.2] * 4, [0.7] * 4, [1.0] * 4], [0.7] * 4),
+    "median": (lj.robust.coordinate_median(), [[0.2] * 4, [1.0] * 4, [0.5] * 4], [0.5] * 4),
+    "median, permuted": (lj.robust.coordinate_median(), PERMUTED, [0.5] * 4),
+    "median, scalars": (lj.robust.coordinate_median(), [[1.0], [3.0], [2.0]], [2.0]),
+    "trimmed mean": (lj.robust.trimmed_mean(cut=1), [[0.5] * 4, *PERMUTED], [0.5] * 4),
+    "trimmed mean, scalars": (
+        lj.robust.trimmed_mean(),
+        [[0.5], [1.0], [2.0], [100.0]],
+        [1.5],
+    ),
 }
 
 
@@ -42,7 +46,7 @@ def test_aggregates(name):
 
 def test_multi_krum_of_three_workers_is_the_median():
     """Flower averages the best two of three, 0.35. One in three may be any worker."""
-    seen = aggregate(lj.krum(faulty=1, keep=2), np.float32([[0.2], [0.5], [1.0]]))
+    seen = aggregate(lj.robust.krum(faulty=1, keep=2), np.float32([[0.2], [0.5], [1.0]]))
     np.testing.assert_array_equal(seen, np.full((3, 1), np.float32(0.5)))
 
 

@@ -37,7 +37,7 @@ def test_periodic():
     """Period 4 after a warm-up of 12, 13, 14 and 15 steps, each on a leaf of its own."""
     warmups = {f"after {warmup}": warmup for warmup in (12, 13, 14, 15)}
     pull = lambda name, warmup: lj.Pull(
-        lj.average(),
+        lj.rules.average(),
         functools.partial(after_warmup, warmup),
         every=4,
         offset=(warmup + 1) % 4,
@@ -56,7 +56,7 @@ def test_hierarchical():
     begin = functools.partial(after_warmup, 10)
     levels = {2: "local", 4: ("node", "local"), 8: ("node", "local")}
     method = lj.exchange(
-        *(lj.Pull(lj.average(axes), begin, n, offset=1) for n, axes in levels.items())
+        *(lj.Pull(lj.rules.average(axes), begin, n, offset=1) for n, axes in levels.items())
     )
     expected = {step: PAIRS for step in (10, 14, 18, 22)}
     expected |= {step: ALL for step in (12, 16, 20, 24)}

@@ -124,7 +124,7 @@ def measure_link(
     workers: lj.Workers, params: Any, axes: tuple[str, ...], count: int
 ) -> Link:
     """Measures exchanges in the groups of `count` workers along some mesh axes."""
-    take = workers.map(lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0)))
+    take = workers.map(lambda tree: lj.rules.Group(axes).broadcast(tree, jnp.int32(0)))
     nothing = workers.replicate(jnp.zeros(1))
     seconds = _median(lambda: take(params), EXCHANGES)
     latency = min(_median(lambda: take(nothing), EXCHANGES), 0.99 * seconds)

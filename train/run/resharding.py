@@ -267,4 +267,4 @@ def resized(
     mine = sources[list(workers.owned)]
     no_key: Any = None
     rows = lj.resize(state._replace(key=no_key), mine)
-    return workers.put_owned(rows, lj.following(fresh))._replace(key=fresh.key)
+    return workers.put_owned(rows, lj.layouts.following(fresh))._replace(key=fresh.key)

@@ -274,7 +274,7 @@ class BaseExperiment(abc.ABC):
 
 def _of_worker(tree: Any, worker: lj.Shared) -> lj.Shared:
     """Broadcasts the tree of one worker to all workers."""
-    return lj.Shared(lj.Group(("node", "local")).broadcast(tree, worker.value))
+    return lj.Shared(lj.rules.Group(("node", "local")).broadcast(tree, worker.value))
 
 
 class Experiment(BaseExperiment):

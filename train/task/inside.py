@@ -27,7 +27,7 @@ def specs(axes: dict[str, int]) -> Any:
     if not names:
         return None
     axis = names if len(names) > 1 else names[0]
-    return lj.largest_dimension(axis, math.prod(axes.values()), SMALLEST)
+    return lj.layouts.largest_dimension(axis, math.prod(axes.values()), SMALLEST)
 
 
 def mesh(axes: dict[str, int]) -> Mesh | None:
@@ -54,7 +54,7 @@ def mesh(axes: dict[str, int]) -> Mesh | None:
 
 def split_batch(tree: Any) -> Any:
     """Splits the examples of one worker's batch (leaves [B, ...]) over its devices."""
-    names, mesh = lj.inside_axes(), jax.sharding.get_abstract_mesh()
+    names, mesh = lj.layouts.inside_axes(), jax.sharding.get_abstract_mesh()
     if not names:
         return tree
     count = math.prod(mesh.shape[name] for name in names)

@@ -31,8 +31,8 @@ def shapes_of(
       *args: shapes of its arguments, as for `jax.eval_shape`.
       mesh: that of a described cluster, `Pod.mesh`.
       specs: how the state is sharded: a `PartitionSpec`, a tree of them that is a prefix of
-        the state, or a function of a leaf's path and shape such as `lj.largest_dimension`
-        and `lj.following`. Defaults to no sharding.
+        the state, or a function of a leaf's path and shape such as
+        `lj.layouts.largest_dimension` and `lj.layouts.following`. Defaults to no sharding.
       across: the axes of the mesh over which the replicas lie that a `jax.vmap` in `init`
         has stacked. Specs are those of one replica, without the stacked dimension.
 

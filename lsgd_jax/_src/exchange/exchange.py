@@ -123,7 +123,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
-    >>> tx = lj.exchange(lj.Pull(lj.leader("local"), strength=0.5, every=2))
+    >>> tx = lj.exchange(lj.Pull(lj.rules.leader("local"), strength=0.5, every=2))
     >>> workers = lj.Workers(nodes=1, locals=2)
     >>> x, loss = workers.put((jnp.array([0.0, 8.0]), jnp.array([1.0, 2.0])))
     >>> state = workers.map(tx.init)(x)

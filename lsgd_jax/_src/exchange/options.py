@@ -84,9 +84,11 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     >>> import inspect
     >>> from typing import Unpack
     >>> import lsgd_jax as lj
-    >>> @lj.takes_options(wire="a robust mean travels in float32")
-    ... def trimmed(period: int = 8, **options: Unpack[lj.PullOptions]) -> lj.Exchange:
-    ...     pull = lj.Pull(lj.robust_mean("trimmed_mean"), 1.0, every=period)
+    >>> @lj.rules.takes_options(wire="a robust mean travels in float32")
+    ... def trimmed(
+    ...     period: int = 8, **options: Unpack[lj.rules.PullOptions]
+    ... ) -> lj.Exchange:
+    ...     pull = lj.Pull(lj.rules.robust_mean("trimmed_mean"), 1.0, every=period)
     ...     return lj.exchange(pull, **options)
     >>> list(inspect.signature(trimmed).parameters)[:4]
     ['period', 'fragments', 'delay', 'part']

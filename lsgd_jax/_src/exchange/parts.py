@@ -85,7 +85,7 @@ def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> li
       ValueError: fragments of a fragment, or that do not divide the period.
 
     >>> import lsgd_jax as lj
-    >>> pull = lj.Pull(lj.average("local"), 1.0, every=8)
+    >>> pull = lj.Pull(lj.rules.average("local"), 1.0, every=8)
     >>> [(each.part.index, each.offset) for each in in_fragments(pull, 2)]
     [(0, 4), (1, 0)]
     """

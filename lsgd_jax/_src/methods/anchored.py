@@ -90,7 +90,7 @@ def anchored(
 
     >>> import optax
     >>> import lsgd_jax as lj
-    >>> lj.anchored(optax.sgd(0.7)).axes
+    >>> lj.rules.anchored(optax.sgd(0.7)).axes
     ('node', 'local')
     """
     _check(outer, guard, restart, merge, weights)

@@ -35,7 +35,7 @@ def average(axes: Axes = ("node", "local")) -> Rule:
       axes: the mesh axes of the group.
 
     >>> import lsgd_jax as lj
-    >>> lj.average("local").axes
+    >>> lj.rules.average("local").axes
     'local'
     """
 

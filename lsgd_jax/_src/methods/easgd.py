@@ -51,7 +51,7 @@ def moving_center(
       axes: the mesh axes of the group.
 
     >>> import lsgd_jax as lj
-    >>> lj.moving_center(0.1).axes
+    >>> lj.rules.moving_center(0.1).axes
     ('node', 'local')
     """
 

@@ -51,7 +51,7 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
 
     >>> import lsgd_jax as lj
     >>> from lsgd_jax._src.topology import ring
-    >>> lj.neighbors(ring(4), axes="local").axes
+    >>> lj.rules.neighbors(ring(4), axes="local").axes
     'local'
     """
     graph = for_group(topology, check_balanced)

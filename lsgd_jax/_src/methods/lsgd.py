@@ -82,7 +82,7 @@ def leader(
         is no scalar.
 
     >>> import lsgd_jax as lj
-    >>> lj.leader("local", window=3).axes
+    >>> lj.rules.leader("local", window=3).axes
     'local'
     """
     check_positive_int("window", window)

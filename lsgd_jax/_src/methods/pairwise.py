@@ -221,7 +221,7 @@ def gosgd(
     arXiv:1611.09726.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(optax.sgd(0.1), lj.gosgd(send_probability=0.1))
+    >>> tx = optax.chain(optax.sgd(0.1), lj.contrib.gosgd(send_probability=0.1))
     """
     if not callable(send_probability):
         check_fraction("send_probability", send_probability)

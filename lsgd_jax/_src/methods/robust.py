@@ -70,7 +70,7 @@ def coordinate_median(
     2018, arXiv:1803.01498.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(lj.coordinate_median(), optax.sgd(0.1))
+    >>> tx = optax.chain(lj.robust.coordinate_median(), optax.sgd(0.1))
     """
 
     def rule(group, g, own, finite):
@@ -109,7 +109,7 @@ def licm(
     arXiv:1909.04532.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(lj.licm(gamma=0.5), optax.sgd(0.1))
+    >>> tx = optax.chain(lj.robust.licm(gamma=0.5), optax.sgd(0.1))
     """
     check_not_negative("gamma", gamma)
 
@@ -156,7 +156,7 @@ def cge(
     (CGE), 2020, arXiv:2008.04699.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(lj.cge(faulty=2), optax.sgd(0.1))
+    >>> tx = optax.chain(lj.robust.cge(faulty=2), optax.sgd(0.1))
     """
     if faulty != 0:
         check_positive_int("faulty", faulty)
@@ -217,7 +217,7 @@ def krum(
     Byzantine Tolerant Gradient Descent, NeurIPS 2017, arXiv:1703.02757.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(lj.krum(faulty=2, keep=3), optax.sgd(0.1))
+    >>> tx = optax.chain(lj.robust.krum(faulty=2, keep=3), optax.sgd(0.1))
     """
     return _robust(robust_means.krum(faulty, keep), axes)
 
@@ -249,7 +249,7 @@ def geometric_median(
     arXiv:1912.13445 (RFA, the smoothed Weiszfeld iteration).
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(lj.geometric_median(), optax.sgd(0.1))
+    >>> tx = optax.chain(lj.robust.geometric_median(), optax.sgd(0.1))
     """
     return _robust(robust_means.geometric_median(iterations), axes)
 
@@ -280,7 +280,7 @@ def trimmed_mean(
     2018, arXiv:1803.01498.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(lj.trimmed_mean(cut=2), optax.sgd(0.1))
+    >>> tx = optax.chain(lj.robust.trimmed_mean(cut=2), optax.sgd(0.1))
     """
     return _robust(robust_means.trimmed_mean(cut), axes)
 

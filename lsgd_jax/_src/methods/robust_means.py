@@ -191,7 +191,7 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
       ValueError: an unknown kind, or an option that the kind does not have.
 
     >>> import lsgd_jax as lj
-    >>> pull = lj.Pull(lj.robust_mean("krum", faulty=2, keep=3), 1.0, every=16)
+    >>> pull = lj.Pull(lj.rules.robust_mean("krum", faulty=2, keep=3), 1.0, every=16)
     """
     check_option("kind", kind, get_args(RobustMean))
     known = inspect.signature(KINDS[kind]).parameters

@@ -36,7 +36,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
       ValueError: a size that is not a power of two; in `init`, a W that is not one.
 
     >>> import lsgd_jax as lj
-    >>> lj.butterfly(2).axes
+    >>> lj.rules.butterfly(2).axes
     ('node', 'local')
     """
     check_group_size(group_size)

@@ -96,7 +96,7 @@ class Group:
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
     >>> workers = lj.Workers(nodes=1, locals=2)
-    >>> mean = workers.map(lambda x: lj.Group("local").mean(x))
+    >>> mean = workers.map(lambda x: lj.rules.Group("local").mean(x))
     >>> mean(workers.put(jnp.array([1.0, 4.0]))).tolist()
     [2.5, 2.5]
     """

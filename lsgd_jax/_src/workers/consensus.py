@@ -32,7 +32,7 @@ def _check_outside(name: str) -> None:
     if any_bound(WORKER_AXES):
         raise ValueError(
             f"`{name}` takes the rows of all workers: call it outside of `Workers.map`; "
-            "inside, `lj.Group(('node', 'local')).masked_mean(x)` is the workers' mean"
+            "inside, `lj.rules.Group(('node', 'local')).masked_mean(x)` is their mean"
         )
 
 

@@ -39,7 +39,7 @@ def test_a_power_of_0_is_a_soft_pull_to_the_mean():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(2).normal(size=(4, 3, 17))
     pulls = (
         lj.contrib.grawa(0.3, 2, power=0),
-        lj.exchange(lj.Pull(lj.average(), 0.3, every=2)),
+        lj.exchange(lj.Pull(lj.rules.average(), 0.3, every=2)),
     )
     seen, mean = (
         train_rows(optax.chain(optax.sgd(0.1), p), start, gradients)[0] for p in pulls

@@ -53,7 +53,7 @@ def streaming(layers, overlap, alpha, outer):
 
     At step t ≡ f its mean moves the outer parameters, which the workers take V steps later.
     """
-    rule, F = lj.anchored(outer, "local"), layers + 1
+    rule, F = lj.rules.anchored(outer, "local"), layers + 1
     of = lambda f, part: lj.Pull(rule, 1 - alpha, F, (f + overlap) % F, overlap, part=part)
     rest = of(0, lambda path: not path.startswith("layers"))
     layer = lambda i: lj.fragment(i, layers, ["layers"], scan_axis=0)
@@ -99,7 +99,7 @@ def test_streaming_diloco_is_that_of_maxtext(layers, overlap, alpha):
 
 
 def test_a_pull_acts_on_its_part_at_its_offset():
-    mean = lambda part, offset: lj.Pull(lj.average(), 1.0, 3, offset, part=part)
+    mean = lambda part, offset: lj.Pull(lj.rules.average(), 1.0, 3, offset, part=part)
     tx = lj.exchange(mean(lambda path: path == "a/w", 1), mean(lj.fragment(1, 2), 2))
     start = {"a": {"w": np.array([0.0, 2.0])}, "b": np.array([4.0, 8.0])}
     still = jax.tree.map(np.zeros_like, start)
@@ -176,7 +176,7 @@ def test_a_fragment_that_was_restored_does_not_restore_the_rest():
 
 @pytest.mark.parametrize("strength, reached", [(3.0, [[1], [1]]), (-1.0, [[0], [2]])])
 def test_a_scheduled_pull_never_overshoots_its_target(strength, reached):
-    tx = lj.exchange(lj.Pull(lj.average(), lambda t: strength * t))
+    tx = lj.exchange(lj.Pull(lj.rules.average(), lambda t: strength * t))
     assert exchanged(tx, pair(), np.array([[0.0], [2.0]]))[0].tolist() == reached
 
 
@@ -262,7 +262,7 @@ def test_resize_discards_messages_in_flight():
         ),
         (lambda: lj.lsgd(axes=("a", "b", "c")), "`axes` must be one or two mesh axes"),
         (
-            lambda: lj.average(axes=(("a", "b"), "c")),
+            lambda: lj.rules.average(axes=(("a", "b"), "c")),
             "`axes` must be a name of a mesh axis",
         ),
         (lambda: lj.allreduce(axes=3), "or a tuple of names, got axes=3"),
@@ -372,7 +372,7 @@ def test_a_narrow_wire_keeps_the_error_of_one_tree():
         twice, _ = group.masked_mean(jax.tree.map(jnp.square, y), takes_part)
         return mean, count > 0, state
 
-    rule = lj.Rule("local", lambda params: (), agree, keeps=("reference", "error"))
+    rule = lj.rules.Rule("local", lambda params: (), agree, keeps=("reference", "error"))
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     x = workers.put(jnp.ones([2, 3]))
 

@@ -66,7 +66,7 @@ def test_behind_a_delayed_message_no_element_takes_a_target_that_overflows(tx):
 
 def test_float16_takes_no_target_beyond_its_range():
     """The mean is in float32, where 1e5 is finite."""
-    tx = lj.exchange(lj.Pull(lj.anchored(optax.sgd(200.0)), 1.0))
+    tx = lj.exchange(lj.Pull(lj.rules.anchored(optax.sgd(200.0)), 1.0))
     (seen,), state = run(tx, [by(5000.0, 3)], jnp.float16)
     start = START.astype(np.float16) + by(5000, 3).astype(np.float16)
     np.testing.assert_array_equal(seen, start)
@@ -87,7 +87,7 @@ FAR = {"geometric_median": {}, "krum": {"faulty": 2}, "trimmed_mean": {"cut": 2}
 
 @pytest.mark.parametrize("kind", FAR)
 def test_two_huge_workers_of_eight_do_not_move_a_robust_mean(kind):
-    tx = lj.exchange(lj.Pull(lj.robust_mean(kind, **FAR[kind]), 1.0))
+    tx = lj.exchange(lj.Pull(lj.rules.robust_mean(kind, **FAR[kind]), 1.0))
     for size in (1e20, 3e38):
         (seen,), _ = run(tx, [by(size, 3, 5)])
         assert (seen == seen[0]).all() and 1 <= seen.min() and seen.max() <= 2
@@ -98,5 +98,7 @@ def test_fewer_than_half_cannot_move_the_geometric_median_far(scale):
     good = np.random.default_rng(0).normal(size=(5, 6))
     for attackers, size in ((3, 1e6), (2, 1e7)):  # of 8, and of 7
         rows = np.concatenate([good, np.full((attackers, 6), size)]) * scale
-        seen = aggregate(lj.geometric_median(), {"a": jnp.asarray(rows, jnp.float32)})
+        seen = aggregate(
+            lj.robust.geometric_median(), {"a": jnp.asarray(rows, jnp.float32)}
+        )
         assert np.abs(seen["a"]).max() < 3 * scale

@@ -79,7 +79,7 @@ def test_integers_are_updated_as_integers():
 
 
 def test_trees_without_floats_and_empty_leaves_pass_unchanged():
-    tx = lj.exchange(lj.Pull(lj.average(), 1.0))
+    tx = lj.exchange(lj.Pull(lj.rules.average(), 1.0))
     for params in ({}, {"n": np.zeros((2,), np.int32)}, {"w": np.zeros((2, 0, 3))}):
         x, _ = exchanged(tx, lj.Workers(1, 2), params)
         jax.tree.map(np.testing.assert_array_equal, x, params)
@@ -90,7 +90,7 @@ def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
     workers, x = lj.Workers(1, 2), {"w": jnp.ones((2, 3)), "z": jnp.ones((2, 3), dtype)}
     with pytest.raises(ValueError, match=r"must be of float16, .* got .* at \['z'\]"):
         exchanged(lj.local_sgd(2), workers, x)
-    tx = lj.exchange(lj.Pull(lj.average(), 1.0, part=lambda path: path == "w"))
+    tx = lj.exchange(lj.Pull(lj.rules.average(), 1.0, part=lambda path: path == "w"))
     (moved,), _ = train(tx, workers, x, [x])
     assert moved["z"].dtype == dtype
     np.testing.assert_array_equal(moved["z"], 2 * x["z"])
@@ -130,7 +130,7 @@ def test_wrong_objects_are_refused():
     ):
         lj.exchange(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"got Rule: wrap it in lj.Pull\(rule"):
-        lj.exchange(lj.average())
+        lj.exchange(lj.rules.average())
     with pytest.raises(ValueError, match="`rule` must be a Rule"):
         lj.Pull(lj.diloco(3), 0.5)
 
@@ -138,7 +138,7 @@ def test_wrong_objects_are_refused():
 def test_states_and_updates_of_another_method_are_refused():
     workers = lj.Workers(1, 2)
     x = workers.put({"w": np.ones((2, 3), np.float32)})
-    tx, other = lj.diloco(2), lj.exchange(lj.Pull(lj.leader("local"), 0.5))
+    tx, other = lj.diloco(2), lj.exchange(lj.Pull(lj.rules.leader("local"), 0.5))
     update = lambda tx: workers.map(lambda u, s, x: tx.update(u, s, x, value=0.0))
     mine, theirs = workers.map(tx.init)(x), workers.map(other.init)(x)
     with pytest.raises(

@@ -52,7 +52,7 @@ def train(tx, grid, reload_at=None):
             u["b"][1] = np.nan
         params, state = step(params, state, workers.put(u, specs))
         if t == reload_at:
-            like = lj.following(params) if workers.inside else None
+            like = lj.layouts.following(params) if workers.inside else None
             state = workers.put(workers.fetch(state), like)
     return workers.fetch(params), state, lj.center(params, state)
 

@@ -66,7 +66,7 @@ def test_options_stand_in_signatures_and_docstrings():
     for name in ("diloco", "lsgd", "dpsgd"):
         method = getattr(lj, name)
         shown = inspect.signature(method).parameters
-        assert set(lj.PullOptions.__annotations__) < set(shown)
+        assert set(lj.rules.PullOptions.__annotations__) < set(shown)
         assert shown["wire"].default == "float32"
         documented = inspect.getdoc(method)
         assert "\n  delay: steps between the agreement" in documented
@@ -77,7 +77,7 @@ def test_options_stand_in_signatures_and_docstrings():
 
 
 def test_a_method_of_the_user_takes_the_options():
-    @lj.takes_options(memory="it is short")
+    @lj.rules.takes_options(memory="it is short")
     def mine(period=4, **options):
         """Mine.
 
@@ -85,10 +85,10 @@ def test_a_method_of_the_user_takes_the_options():
           period: steps.
           **options: the others.
         """
-        return lj.exchange(lj.Pull(lj.average(), 1.0, every=period), **options)
+        return lj.exchange(lj.Pull(lj.rules.average(), 1.0, every=period), **options)
 
     assert settings(mine(8, delay=1)) == settings(lj.local_sgd(8, delay=1))
-    taken = ["period", *lj.PullOptions.__annotations__]
+    taken = ["period", *lj.rules.PullOptions.__annotations__]
     taken.remove("memory")
     assert list(inspect.signature(mine).parameters) == taken
     assert "\n  wire: the format" in inspect.getdoc(mine)
@@ -117,9 +117,9 @@ def test_a_method_of_the_user_takes_the_options():
             ValueError,
             "`desloc` takes no `fragments`: moments",
         ),
-        (lambda: lj.takes_options(wires=""), TypeError, "there is no option 'wires'"),
+        (lambda: lj.rules.takes_options(wires=""), TypeError, "there is no option 'wires'"),
         (
-            lambda: lj.takes_options()(lambda period: lj.local_sgd(period)),
+            lambda: lj.rules.takes_options()(lambda period: lj.local_sgd(period)),
             TypeError,
             r"<lambda>\(\) must take \*\*options, as `takes_options` says",
         ),

@@ -133,7 +133,7 @@ def test_a_whole_pull_leaves_all_workers_bit_identical(make):
 
 
 def test_invalid_arguments_are_refused():
-    for wrong in (optax.sgd(0.1), lj.allreduce(), lj.average()):
+    for wrong in (optax.sgd(0.1), lj.allreduce(), lj.rules.average()):
         with pytest.raises(ValueError, match="`method` must be a method that pulls"):
             lj.outer(wrong)
     o = lj.outer(lj.dpsgd())
@@ -247,7 +247,7 @@ TOLD = {
 ENCODED = {
     "int4": lj.diloco(2, wire="int4-stochastic"),
     "topk": lj.contrib.sparse_diloco(2),
-    "krum": lj.exchange(lj.Pull(lj.robust_mean("trimmed_mean"), 1.0, every=2)),
+    "krum": lj.exchange(lj.Pull(lj.rules.robust_mean("trimmed_mean"), 1.0, every=2)),
     "leader": lj.lsgd(0.1, 0.2, 2, 4, wire="bfloat16", delay=1),
 }
 

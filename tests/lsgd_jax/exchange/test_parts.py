@@ -119,7 +119,7 @@ def test_gossip_is_as_exact_as_the_parameters(name):
     """One step against the mixing matrix, in float64."""
     make = {
         "clock": lambda: lj.pairwise("clock"),
-        "gosgd": lambda: lj.gosgd(send_probability=1.0),
+        "gosgd": lambda: lj.contrib.gosgd(send_probability=1.0),
     }.get(name) or getattr(lj, name)
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(4, 5))

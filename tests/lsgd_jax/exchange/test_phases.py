@@ -39,7 +39,7 @@ def test_the_phases_of_a_delay_beyond_one_step():
     ]
     assert len(method.phases()) == 3 * 2 + 1
     # Before the first step there was none whose parameters could be sent.
-    early = lj.exchange(lj.Pull(lj.average(), 1.0, every=4, offset=1, delay=1))
+    early = lj.exchange(lj.Pull(lj.rules.average(), 1.0, every=4, offset=1, delay=1))
     assert [str(early.phase(t)) for t in (1, 5)] == ["land 0", "send 0, land 0"]
 
 
@@ -172,7 +172,7 @@ def in_sharded_layers(method, hosts, each, **options):
         return params, moments, state
 
     x = jax.ShapeDtypeStruct((2048 * each, 512), jnp.bfloat16)
-    specs = lj.largest_dimension("fsdp", each, smallest=1)
+    specs = lj.layouts.largest_dimension("fsdp", each, smallest=1)
     phase = max(method.phases(), key=lambda phase: (len(phase.sends), len(phase.lands)))
     more = {"phases": [phase], "specs": specs, "batch_specs": P("fsdp"), **options}
     return aot.report(workers, init, step, x, method, **more)

@@ -51,8 +51,8 @@ UNEVEN = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 3), (3, 0)]])
 @pytest.mark.parametrize("gosgd", [False, True], ids=["sgp", "gosgd"])
 def test_weights_are_reset_to_one_so_that_no_worker_counts_twice(gosgd):
     """Without gradients, the workers agree on the plain mean of their starts."""
-    before = lj.gosgd(send_probability=0.5) if gosgd else lj.sgp(UNEVEN)
-    after = lj.gosgd() if gosgd else lj.sgp(lj.topology.exponential(3))
+    before = lj.contrib.gosgd(send_probability=0.5) if gosgd else lj.sgp(UNEVEN)
+    after = lj.contrib.gosgd() if gosgd else lj.sgp(lj.topology.exponential(3))
     params, state = state_of(before, 1, 4)
     weight = lambda state: state.pulls[0].rule.weight
     assert np.ptp(weight(state)) > 0.1 and weight(state).sum() == pytest.approx(4)

@@ -45,7 +45,7 @@ def test_adpsgd_averages_pairs_and_the_odd_worker_waits():
         ),
         (lambda: lj.adpsgd(graph.ring(4)), "`topology` must pair the workers"),
         (lambda: lj.pairwise(topology=graph.ring(4)), "`topology` must have one peer"),
-        (lambda: lj.gosgd(graph.complete(4)), "`topology` must have one peer"),
+        (lambda: lj.contrib.gosgd(graph.complete(4)), "`topology` must have one peer"),
     ],
 )
 def test_refuses_arguments(build, message):

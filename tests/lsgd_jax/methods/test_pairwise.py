@@ -57,7 +57,7 @@ def test_pairwise_ignores_a_peer_that_is_not_finite(interpolation):
 
 
 def test_gosgd_conserves_weights_and_weighted_parameters():
-    run = make(lj.gosgd(send_probability=0.5, seed=1), 4)
+    run = make(lj.contrib.gosgd(send_probability=0.5, seed=1), 4)
     params = run.workers.put(run.start)
     before = mass(params, run.init(params))
     seen, state = run.still(6, run.start)

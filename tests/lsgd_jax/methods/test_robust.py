@@ -19,10 +19,10 @@ ATTACKS = {
 }
 DEFENSES = {
     "mean": lj.allreduce,
-    "coordinate_median": lj.coordinate_median,
-    "licm": lambda: lj.licm(0.2),
-    "cge": lambda: lj.cge(faulty=2),
-    "cge_decay": lambda: lj.cge(faulty=2, decay=0.5),
+    "coordinate_median": lj.robust.coordinate_median,
+    "licm": lambda: lj.robust.licm(0.2),
+    "cge": lambda: lj.robust.cge(faulty=2),
+    "cge_decay": lambda: lj.robust.cge(faulty=2, decay=0.5),
 }
 
 
@@ -61,17 +61,17 @@ def test_licm_averages_inside_the_band():
     # Medians 2.5 and 0, bands [1.25, 3.75] and [0, 0]. With γ = 0 the medians remain.
     for gamma in (0.5, 0.0):
         expected = np.tile(np.float32([2.5, 0.0]), (5, 1))
-        close(np.asarray(aggregate(lj.licm(gamma), g)), expected)
+        close(np.asarray(aggregate(lj.robust.licm(gamma), g)), expected)
 
 
 def test_with_no_worker_finite_gradients_stay():
     g = jnp.array([[jnp.nan, 1.0], [jnp.inf, 2.0]])
-    for tx in (lj.allreduce(), lj.cge(1)):
+    for tx in (lj.allreduce(), lj.robust.cge(1)):
         np.testing.assert_array_equal(aggregate(tx, g), g)
 
 
 def test_refuses():
     with pytest.raises(ValueError, match="`decay` must be less than 1"):
-        lj.cge(1, decay=1)
+        lj.robust.cge(1, decay=1)
     with pytest.raises(ValueError, match=r"less than the number of workers \(4\)"):
-        aggregate(lj.cge(4), jnp.ones((4, 2)))
+        aggregate(lj.robust.cge(4), jnp.ones((4, 2)))

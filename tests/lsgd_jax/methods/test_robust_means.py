@@ -14,9 +14,9 @@ ORACLE = ORACLES_2026["units"]["robust"]
 ROWS = np.array(ORACLE["rows"])
 
 KINDS = {
-    "trimmed_mean": (lj.trimmed_mean, {"cut": 2}),
-    "krum": (lj.krum, {"faulty": 1}),
-    "geometric_median": (lj.geometric_median, {}),
+    "trimmed_mean": (lj.robust.trimmed_mean, {"cut": 2}),
+    "krum": (lj.robust.krum, {"faulty": 1}),
+    "geometric_median": (lj.robust.geometric_median, {}),
 }
 
 
@@ -43,7 +43,7 @@ def test_oracle_of_both_forms(kind):
     """As an aggregate, and as the target that a pull takes whole."""
     make, options = KINDS[kind]
     check(aggregate(make(**options), tree(ROWS), devices=7), expected(kind))
-    pull = lj.Pull(lj.robust_mean(kind, **options), 1.0)
+    pull = lj.Pull(lj.rules.robust_mean(kind, **options), 1.0)
     check(exchanged(lj.exchange(pull), lj.Workers(1, 7), tree(ROWS))[0], expected(kind))
 
 
@@ -55,7 +55,7 @@ def test_workers_that_are_not_finite_are_dropped_first(kind):
     check(aggregate(make(**options), tree(np.full((3, 4), np.nan))), [np.nan] * 4)
 
 
-@pytest.mark.parametrize("tx", [lj.krum(faulty=3), lj.trimmed_mean(cut=4)])
+@pytest.mark.parametrize("tx", [lj.robust.krum(faulty=3), lj.robust.trimmed_mean(cut=4)])
 def test_the_median_stands_in_for_what_needs_more_workers(tx):
     check(aggregate(tx, tree(ROWS)), np.median(ROWS, 0), atol=0)
 
@@ -64,9 +64,9 @@ def test_multi_krum_is_the_mean_of_the_best():
     gaps = np.square(ROWS[:, None] - ROWS).sum(-1)
     scores = np.sort(gaps, axis=1)[:, 1:-2].sum(axis=1)  # without itself and f + 1 others
     best = ROWS[np.argsort(scores)[:3]].mean(axis=0)
-    check(aggregate(lj.krum(faulty=1, keep=3), tree(ROWS)), best, atol=1e-6)
+    check(aggregate(lj.robust.krum(faulty=1, keep=3), tree(ROWS)), best, atol=1e-6)
     far = np.where(np.arange(7)[:, None] == np.argmin(scores), 1e6, ROWS)
-    seen = aggregate(lj.krum(faulty=1, keep=3), tree(far))
+    seen = aggregate(lj.robust.krum(faulty=1, keep=3), tree(far))
     assert max(np.abs(x).max() for x in seen.values()) < 10
 
 
@@ -92,7 +92,7 @@ def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monke
     g = {k: rng.normal(size=(8, *shape)).astype(np.float32) for k, shape in shapes.items()}
     g["narrow"] = g["cut"].astype(jnp.bfloat16)
     g["cut"][3] = np.nan
-    tx = getattr(lj, kind)(axes=axes)
+    tx = getattr(lj.robust, kind)(axes=axes)
     expected = {}
     if kind == "coordinate_median":
         expected = {k: np.nanmedian(by_member(axes, x), axis=0) for k, x in g.items()}
@@ -125,7 +125,7 @@ def test_a_sharded_worker_counts_every_coordinate_once():
     rows = np.random.default_rng(0).normal(size=(4, 10)).astype(np.float32)
     rows[2] *= 5
     shards, alone = jax.sharding.PartitionSpec("fsdp"), jax.sharding.PartitionSpec()
-    tx, parts = lj.geometric_median(), {"a": rows[:, :8], "b": rows[:, 8:]}
+    tx, parts = lj.robust.geometric_median(), {"a": rows[:, :8], "b": rows[:, 8:]}
     g = workers.put(parts, specs={"a": shards, "b": alone})
     seen = workers.map(lambda g: tx.update(g, tx.init(g), g)[0])(g)
     for name, expected in aggregate(tx, parts).items():
@@ -135,9 +135,15 @@ def test_a_sharded_worker_counts_every_coordinate_once():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: lj.robust_mean("mean"), "`kind` must be one of 'krum'"),
-        (lambda: lj.robust_mean("krum", cut=1), "'krum' takes `faulty`, `keep`, got cut=1"),
-        (lambda: lj.Pull(lj.robust_mean("krum"), 1.0, wire="int8"), "must be 'float32'"),
+        (lambda: lj.rules.robust_mean("mean"), "`kind` must be one of 'krum'"),
+        (
+            lambda: lj.rules.robust_mean("krum", cut=1),
+            "'krum' takes `faulty`, `keep`, got cut=1",
+        ),
+        (
+            lambda: lj.Pull(lj.rules.robust_mean("krum"), 1.0, wire="int8"),
+            "must be 'float32'",
+        ),
     ],
 )
 def test_refuses(build, message):

@@ -12,7 +12,7 @@ X = np.float32([0, 1, 5, 2])
 
 def mean(keep, losses):
     """The workers' x after a whole pull to the mean of those of the lowest losses."""
-    rule = lj.leader(("node", "local"), keep=keep)
+    rule = lj.rules.leader(("node", "local"), keep=keep)
     workers = lj.Workers(1, 4, devices=jax.devices()[:1])
     seen, _ = train(
         lj.exchange(lj.Pull(rule, 1.0)), workers, X, [np.zeros(4, np.float32)], [losses]

@@ -36,7 +36,9 @@ GROUPS = {"local": list(GRID), "node": list(GRID.T), BOTH: [GRID.ravel()]}
 
 def on_all_axes(workers, f, *given):
     """Returns f(group, *given) for the groups along each of the axes, in one program."""
-    mapped = workers.map(lambda *given: [f(lj.Group(axes), *given) for axes in GROUPS])
+    mapped = workers.map(
+        lambda *given: [f(lj.rules.Group(axes), *given) for axes in GROUPS]
+    )
     return dict(zip(GROUPS, mapped(*workers.put(given))))
 
 
@@ -64,7 +66,7 @@ def test_broadcasts_of_nan_and_bools_and_an_election_without_finite_scores(worke
     x[3] = 7
 
     def f(x, score):
-        group, source = lj.Group(BOTH), jnp.int32(3)
+        group, source = lj.rules.Group(BOTH), jnp.int32(3)
         flags = group.broadcast(jnp.isfinite(x[0]), source)
         return group.broadcast(x, source), flags, group.elect(score)
 
@@ -103,7 +105,7 @@ def test_mean(workers, tree):
 def test_mean_of_bfloat16_sums_in_float32(workers):
     x = np.full(8, 1, jnp.bfloat16)
     x[0] = 256  # 256 + 1 + ... would stay 256 in bfloat16
-    got = workers.map(lambda x: lj.Group(BOTH).mean(x))(workers.put(x))
+    got = workers.map(lambda x: lj.rules.Group(BOTH).mean(x))(workers.put(x))
     assert float(got[0]) == float(jnp.bfloat16((256 + 7) / 8))
 
 
@@ -150,8 +152,8 @@ def test_push_has_the_same_numbers_with_and_without_branches(workers, rounds):
     graph, x = lj.topology.from_edges(edges, 8), rng.normal(size=(8, 3, 7))
 
     def push(x, r):
-        weight = jnp.asarray(graph.given, x.dtype)[r.value, lj.Group(BOTH).index]
-        return lj.Group(BOTH).push(x, weight, graph.rounds, r.value)
+        weight = jnp.asarray(graph.given, x.dtype)[r.value, lj.rules.Group(BOTH).index]
+        return lj.rules.Group(BOTH).push(x, weight, graph.rounds, r.value)
 
     f, given = workers.map(push), workers.put(x.astype(np.float32))
     assert ("all_to_all" in f.lower(given, workers.share(jnp.int32(0))).as_text()) == (
@@ -176,7 +178,7 @@ def test_push_has_the_same_numbers_with_and_without_branches(workers, rounds):
 )
 def test_permute_refuses_invalid_permutations(permutation, message):
     workers = lj.Workers(2, 4)
-    f = workers.map(lambda x: lj.Group(BOTH).permute(x, permutation))
+    f = workers.map(lambda x: lj.rules.Group(BOTH).permute(x, permutation))
     with pytest.raises(ValueError, match=message):
         f(workers.put(jnp.ones(8)))
 
@@ -186,11 +188,11 @@ def test_a_tree_needs_one_collective_per_dtype():
     tree = {str(i): jnp.ones((8, 3 + i)) for i in range(10)} | {
         f"h{i}": jnp.ones((8, 2), jnp.bfloat16) for i in range(5)
     }
-    f = workers.map(lambda t: lj.Group(BOTH).broadcast(t, jnp.int32(0)))
+    f = workers.map(lambda t: lj.rules.Group(BOTH).broadcast(t, jnp.int32(0)))
     text = f.lower(workers.put(tree)).as_text()
     assert text.count("stablehlo.all_reduce") == 2
 
 
 def test_a_collective_without_bound_axes_is_refused():
     with pytest.raises(NameError, match="because no axis is bound: .*`lj.Workers"):
-        lj.Group("node").mean(jnp.ones(2))
+        lj.rules.Group("node").mean(jnp.ones(2))

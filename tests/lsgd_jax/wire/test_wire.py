@@ -108,7 +108,7 @@ def test_leaves_share_no_scale_and_gaps_do_not_travel():
     tree = {"a": draw(size=(3, 100)), "b": draw(size=5) * 1e3, "c": draw(size=512) / 1e3}
     tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
     axes = ("node", "local")
-    rule = lj.Rule(axes, lambda params: (), _to_the_first, keeps=("reference",))
+    rule = lj.rules.Rule(axes, lambda params: (), _to_the_first, keeps=("reference",))
     for format, bytes_each in (("int8", 817 + 4 * 5), ("int4", 409 + 4 * 5)):
         wire = lj.Wire(format)
         z, state = _once(rule, wire, tree)
@@ -137,7 +137,7 @@ def test_unknown_wire_formats_are_refused():
         lj.Wire("int8", rounding="up")
     with pytest.raises(ValueError, match="`block` must be a positive int, got block=0"):
         lj.Wire("int8", block=0)
-    silent = lj.Rule("local", lambda params: (), _to_the_first)
+    silent = lj.rules.Rule("local", lambda params: (), _to_the_first)
     lj.Pull(silent, 1.0, wire="float32")
     with pytest.raises(ValueError, match="`wire` must be 'float32' for a rule whose"):
         lj.Pull(silent, 1.0, wire="int8")
@@ -150,7 +150,7 @@ def test_unknown_wire_formats_are_refused():
 @pytest.mark.parametrize("missing", ["reference", "error"])
 def test_a_rule_that_keeps_too_little_raises(missing):
     keeps = {"reference": (), "error": ("reference",)}[missing]
-    rule = dataclasses.replace(lj.average(), keeps=keeps)
+    rule = dataclasses.replace(lj.rules.average(), keeps=keeps)
     with pytest.raises(ValueError, match=f"must have '{missing}'"):
         _once(rule, "int8", jnp.ones(3))
 
@@ -268,7 +268,7 @@ GOSSIP = {
     "metropolis": lambda wire: lj.dpsgd(lj.topology.metropolis(STAR), wire=wire),
     "adpsgd": lambda wire: lj.adpsgd(wire=wire),
     "sgp": lambda wire: lj.sgp(lj.topology.from_edges(UNEVEN), wire=wire),
-    "gosgd": lambda wire: lj.gosgd(wire=wire),
+    "gosgd": lambda wire: lj.contrib.gosgd(wire=wire),
     "pairwise": lambda wire: lj.pairwise(wire=wire),
     "wagma": lambda wire: lj.wagma(4, 100, wire=wire),
 }
@@ -320,7 +320,9 @@ def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeyp
 )
 def test_targets_are_bit_identical_on_all_workers(method, across, devices):
     """Workers at x = 0 take the target whole, so that the update is the target."""
-    rule = {"source": lj.leader(("node", "local")), "mean": lj.average()}[method]
+    rule = {"source": lj.rules.leader(("node", "local")), "mean": lj.rules.average()}[
+        method
+    ]
     wire = lj.Wire("int8", "stochastic", across=across)
     tx = lj.exchange(lj.Pull(rule, 1.0, wire=wire))
     workers = lj.Workers(2, 2, devices=jax.devices()[:devices])
@@ -409,8 +411,8 @@ def test_a_worker_restored_after_a_delay_has_no_error():
 
 def test_resized_workers_keep_the_shared_reference_and_no_error():
     tx = lj.exchange(
-        lj.Pull(lj.average(), 1.0, wire="int4"),
-        lj.Pull(lj.leader("local"), 0.5, wire="int8"),
+        lj.Pull(lj.rules.average(), 1.0, wire="int4"),
+        lj.Pull(lj.rules.leader("local"), 0.5, wire="int8"),
     )
     x = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
     _, state = exchanged(tx, lj.Workers(2, 2), x)
@@ -434,7 +436,7 @@ def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
         "lsgd": lambda wire: lj.lsgd(0.0, 0.2, global_period=2, wire=wire),
         "diloco": lambda wire: lj.diloco(2, wire=wire),
         "sgp": lambda wire: lj.exchange(
-            lj.Pull(lj.push_sum(lj.topology.ring(4), 0, "local"), 1.0, 2, wire=wire)
+            lj.Pull(lj.rules.push_sum(lj.topology.ring(4), 0, "local"), 1.0, 2, wire=wire)
         ),
     }[name]
     sent = {}

@@ -108,7 +108,7 @@ SAFE = {
     "smallest and largest": lambda x, n, t: ask(
         lax.pmin(x, ALL).sum() > lax.pmax(x, ALL).sum(), x
     ),
-    "gathered": lambda x, n, t: ask(lj.Group(ALL).elect(x.sum())[0] == 1, x),
+    "gathered": lambda x, n, t: ask(lj.rules.Group(ALL).elect(x.sum())[0] == 1, x),
     "one axis after the other": lambda x, n, t: ask(
         total(total(x, "node"), "local")[0] > 0, x
     ),

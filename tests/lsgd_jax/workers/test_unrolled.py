@@ -61,7 +61,7 @@ def test_the_values_are_those_of_vmapped_workers(nodes, locals, devices):
 
 def test_a_function_that_communicates_stays_vmapped():
     workers = lj.Workers(1, 4, devices=jax.devices()[:1])
-    mean = lambda loss: lj.Group("local").mean(loss)
+    mean = lambda loss: lj.rules.Group("local").mean(loss)
     vmapped, arguments = compiled(workers, step_of(lambda fn: fn, mean))
     one_by_one, _ = compiled(workers, step_of(lj.unrolled, mean))
     for a, b in zip(vmapped(*arguments), one_by_one(*arguments)):

@@ -47,14 +47,14 @@ def test_every_worker_knows_its_position(any_workers):
 
     def places(_):
         axes = ("node", "local")
-        both = lj.Group(axes).index
+        both = lj.rules.Group(axes).index
         return (
-            lj.Group("node").index,
-            lj.Group("local").index,
+            lj.rules.Group("node").index,
+            lj.rules.Group("local").index,
             both,
-            lj.Group(axes).gather(both),
-            lj.Group("local").gather(both),
-            lj.Group("node").gather(both),
+            lj.rules.Group(axes).gather(both),
+            lj.rules.Group("local").gather(both),
+            lj.rules.Group("node").gather(both),
         )
 
     nodes, locals, W = workers.nodes, workers.locals, workers.num_workers
@@ -73,7 +73,7 @@ def test_every_worker_knows_its_position(any_workers):
 def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
     def f(x, shared):
         assert isinstance(shared, lj.Shared) and shared.value["a"].shape == (3,)
-        total, _ = lj.Group(("node", "local")).masked_sum(x)
+        total, _ = lj.rules.Group(("node", "local")).masked_sum(x)
         return x + shared.value["a"][0], lj.Shared(total)
 
     W = workers.num_workers
@@ -100,7 +100,7 @@ def test_shared_values_selected_by_a_workers_own_count_stay_shared(workers):
 
 
 def test_all_arguments_may_be_shared(workers):
-    f = workers.map(lambda s: s.value + lj.Group(("node", "local")).index)
+    f = workers.map(lambda s: s.value + lj.rules.Group(("node", "local")).index)
     assert f(workers.share(jnp.int32(5))).tolist() == [
         5 + i for i in range(workers.num_workers)
     ]
@@ -288,7 +288,7 @@ class Other(NamedTuple):
 
 
 def exchange_state(misplaced):
-    state = lj.exchange(lj.Pull(lj.average(), 1.0)).init(jnp.zeros([]))
+    state = lj.exchange(lj.Pull(lj.rules.average(), 1.0)).init(jnp.zeros([]))
     return state._replace(misplaced=misplaced)
 
 

@@ -27,7 +27,7 @@ METHODS_OF_THE_LIBRARY = "lsgd_jax._src.methods", "lsgd_jax._src.contrib"
 
 def factories():
     """Yields the functions of the library that return a transformation."""
-    for name, value in {**vars(lj), **vars(lj.contrib)}.items():
+    for name, value in {**vars(lj), **vars(lj.robust), **vars(lj.contrib)}.items():
         module = getattr(value, "__module__", None) or ""
         if inspect.isfunction(value) and module.startswith(METHODS_OF_THE_LIBRARY):
             returned = typing.get_type_hints(value)["return"]

@@ -34,21 +34,21 @@ import lsgd_jax as lj
 number, exchange = 3, lj.local_sgd()
 
 
-@lj.takes_options()
+@lj.rules.takes_options()
 def pulled(
-    period: float = 4.0, strength: float = 0.5, **options: Unpack[lj.PullOptions]
+    period: float = 4.0, strength: float = 0.5, **options: Unpack[lj.rules.PullOptions]
 ) -> lj.Exchange:
     """Pulls toward the mean.
 
     Args:
       period: steps between two pulls, which may be a float.
       strength: how far a worker is pulled.
-      **options: see `lj.PullOptions`.
+      **options: see `lj.rules.PullOptions`.
     """
-    return lj.exchange(lj.Pull(lj.average(), strength, int(period)), **options)
+    return lj.exchange(lj.Pull(lj.rules.average(), strength, int(period)), **options)
 
 
-@lj.takes_options()
+@lj.rules.takes_options()
 def plain(period=3, graph=lj.topology.ring, learning_rate=0.1, *more: int, **options):
     plain.called_with = period, graph, learning_rate
     return lj.local_sgd(period, **options)

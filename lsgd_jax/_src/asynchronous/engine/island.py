@@ -31,7 +31,7 @@ def island(training: Training, mesh: Mesh, specs: Specs = None) -> Training:
       training: the training of one worker.
       mesh: devices of this process, on automatic axes; workers of one process may share it.
       specs: the layout of the parameters: a `PartitionSpec` for all, a prefix tree of them,
-        or a function (path, leaf) -> PartitionSpec such as `lsgd_jax.largest_dimension`.
+        or a function (path, leaf) -> PartitionSpec such as `lj.layouts.largest_dimension`.
         Defaults to replicated parameters, with which only the batch can be split.
 
     Raises:

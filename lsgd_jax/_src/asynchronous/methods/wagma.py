@@ -29,7 +29,7 @@ class WAGMA(FreeRunning):
     r"""Wait-avoiding group model averaging.
 
     After its step k = 1, 2, … since the last mean of all workers, a worker averages the
-    group of S workers that `lsgd_jax.butterfly` gives for k. It does not wait for the other
+    group of S workers that `lj.rules.butterfly` gives for k. It does not wait for the other
     members: workers that have not reached step k contribute their most recently published
     parameters y'. A contribution to a mean is fixed, so that all members average the same
     parameters. If other members arrived first, a worker's fresh y is not among them. It

@@ -98,9 +98,9 @@ def test_the_step_sees_the_axes_and_the_own_state_is_on_all_devices():
 
     @jax.jit
     def step(x, s, key, t):
-        seen.append(lj.inside_axes())
+        seen.append(lj.layouts.inside_axes())
         noise = jax.random.normal(jax.random.fold_in(key, t), x.shape)
-        if lj.inside_axes():
+        if lj.layouts.inside_axes():
             noise = jax.lax.with_sharding_constraint(noise, P("fsdp"))
         return noise - x, s, key, jnp.sum(x)
 

@@ -26,7 +26,7 @@ OUTER = dict(learning_rate=0.5, momentum=0.6)
 @pytest.mark.parametrize("merge", ["mean", "radial"])
 def test_equally_fast_and_with_a_quorum_of_all_it_is_streaming_diloco(W, merge):
     """Sent after steps 2, 4, 6, …, taken over a step later."""
-    rule = lj.anchored(optax.sgd(**OUTER, nesterov=True), merge=merge)
+    rule = lj.rules.anchored(optax.sgd(**OUTER, nesterov=True), merge=merge)
     halves = (lj.Pull(rule, 0.75, 4, (2 * i + 3) % 4, 1, lj.fragment(i, 2)) for i in (0, 1))
     method = DecoupledDiLoCo(4, **OUTER, quorum=W, merge=merge, mixing=0.25)
     expected, found = (

@@ -1,0 +1,24 @@
+"""Old public names, which work for one more minor version, with a warning."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def moved(old: str, **names: Mapping[str, Any]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose names have moved to modules inside it.
+
+    Args:
+      old: the module.
+      **names: by the module that has them now, the names and their values.
+    """
+
+    def find(name: str) -> Any:
+        for new, inside in names.items():
+            if name in inside and not name.startswith("_"):
+                message = f"{old}.{name} is {old}.{new}.{name} now; 0.5 drops the old name"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                return inside[name]
+        raise AttributeError(f"module {old!r} has no attribute {name!r}")
+
+    return find
