@@ -14,7 +14,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.layouts import Layouts, known, over, told_by_types
+from lsgd_jax._src.layouts import (
+    Layouts,
+    known,
+    known_axes,
+    over,
+    shard_by_shard,
+    told_by_types,
+)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,6 +77,31 @@ def with_automatic_axes(fn: F) -> F:
         return structure.unflatten(results)
 
     return cast(F, run)
+
+
+def by_shards(out: Callable[..., Any]) -> Callable[[F], F]:
+    """Makes a method of trees run with automatic axes, on the shards of each device.
+
+    Args:
+      out: from the specs of the trees to those of the results; see `shard_by_shard`.
+    """
+
+    def decorate(fn: F) -> F:
+        @with_automatic_axes
+        def sharded(self: Any, *trees: Any, **static: Any) -> Any:
+            own = functools.partial(fn, self, **static)
+            return shard_by_shard(own, *trees, out=out)
+
+        @functools.wraps(fn)
+        def run(self: Any, *trees: Any, **static: Any) -> Any:
+            # On most meshes nothing is sharded, and no layer is needed around fn.
+            if known_axes() or explicit_mesh(jax.tree.leaves(trees)):
+                return sharded(self, *trees, **static)
+            return fn(self, *trees, **static)
+
+        return cast(F, run)
+
+    return decorate
 
 
 def as_automatic(x: Any) -> Any:

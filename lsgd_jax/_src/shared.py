@@ -20,7 +20,7 @@ HOST = jax.memory.Space.Host
 WORKER_AXES = ("node", "local")
 
 # The names of 'node' and 'local' on a mesh that the user has made.
-_NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names")
+NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names")
 
 
 @contextlib.contextmanager
@@ -35,12 +35,7 @@ def during(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
 
 def naming(axes: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
     """Gives 'node' and 'local' other names while the `with` block is traced."""
-    return during(_NAMES, axes)
-
-
-def named(axis: str) -> str:
-    """The name of an axis on the mesh of the function that is being traced."""
-    return _NAMES.get({}).get(axis, axis)
+    return during(NAMES, axes)
 
 
 class Shared(NamedTuple, Generic[T]):

@@ -59,7 +59,7 @@ def radial_directional_mean(
 
     def mean_where_they_cancel(operand: tuple[Tree, Tree, Array]) -> Tree:
         merged, scaled, where = operand
-        means, _ = group.channel.sum(scaled, where, False)
+        means, _ = group.channel.sum(scaled, where, mean=False)
         leaves, treedef = jax.tree.flatten(merged)
         chosen = map(jnp.where, cancels, jax.tree.leaves(means), leaves)
         return treedef.unflatten(chosen)

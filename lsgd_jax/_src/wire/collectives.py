@@ -4,6 +4,7 @@ All code is written for ONE worker, which names its group by mesh axes. Small le
 tree travel in one buffer per dtype, because each collective call has a fixed cost.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 
+from lsgd_jax._src.explicit import by_shards
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
-from lsgd_jax._src.shared import WORKER_AXES, named
+from lsgd_jax._src.shared import NAMES, WORKER_AXES
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.packing import Cut, Packing
 
@@ -27,25 +29,23 @@ Permutation = Sequence[tuple[int, int]] | Array
 DEVICE, SLOT = "{}_device", "{}_slot"
 
 
+@dataclasses.dataclass(frozen=True)
 class MeshChannel:
     """Collectives over mesh axes; see `group.Channel`.
 
-    Args:
+    Attributes:
       axes: the names of the axes.
     """
 
+    axes: tuple[str, ...]
     transposes = True
-
-    def __init__(self, axes: Sequence[str]):
-        self._axes = tuple(axes)
 
     @property
     def _names(self) -> tuple[str, ...]:
         """The names of the axes in jax here, without axes of size 1."""
         found = []
-        for axis in self._axes:
-            unsplit, *parts = parts_of(axis)
-            known = [unsplit] if is_bound(unsplit) else list(filter(is_bound, parts))
+        for axis in self.axes:
+            known = list(filter(is_bound, parts_of(axis)))
             if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
                 continue  # under a vmap over 'node' alone, 'local' has one worker
             if not known:
@@ -73,11 +73,10 @@ class MeshChannel:
         Outside of mapped functions, where no axis is bound, only a group along 'local' is
         known to be a part of the workers.
         """
-        if not any_bound((*WORKER_AXES, *self._axes)):
-            return self._axes != WORKER_AXES[1:]
-        own = set(map(named, self._axes))
-        others = [axis for axis in WORKER_AXES if named(axis) not in own]
-        parts = itertools.chain(*map(parts_of, others))
+        if not any_bound((*WORKER_AXES, *self.axes)):
+            return self.axes != WORKER_AXES[1:]
+        own = set(map(parts_of, self.axes))
+        parts = itertools.chain(*({*map(parts_of, WORKER_AXES)} - own))
         return math.prod(lax.axis_size(part) for part in parts if is_bound(part)) == 1
 
     def gather(self, tree: Tree) -> Tree:
@@ -116,33 +115,27 @@ class MeshChannel:
         """The sum of all workers' x."""
         return lax.psum(x, self._names) if self._names else x
 
+    @by_shards(out=lambda specs, *_: specs)
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """The tree of worker `source`, sent to the whole group."""
+        mine = self.index == source
+        # With a product instead of `where`, 0 * nan would leak other workers' nan.
+        mask = lambda x: jnp.where(mine, x, 0)
+        add_up = lambda x: lax.psum(mask(x), self._names).astype(x.dtype)
+        return _packed(lambda x: _in_whole_words(add_up, x), tree)
 
-        def send(tree: Tree, source: Array) -> Tree:
-            mine = self.index == source
-            # With a product instead of `where`, 0 * nan would leak other workers' nan.
-            mask = lambda x: jnp.where(mine, x, 0)
-            add_up = lambda x: lax.psum(mask(x), self._names).astype(x.dtype)
-            return _packed(lambda x: _in_whole_words(add_up, x), tree)
-
-        return shard_by_shard(send, tree, jnp.asarray(source))
-
-    def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+    @by_shards(out=lambda specs, *_: (specs, Spec()))
+    def sum(self, tree: Tree, where: Array, *, mean: bool) -> tuple[Tree, Array]:
         """The sum or mean of the trees of the workers for which `where` holds."""
-
-        def add_up(tree: Tree, where: Array) -> tuple[Tree, Array]:
-            summed = (widened(tree), where.astype(jnp.float32))
-            packing = Packing(summed)
-            take_part = lambda x: jnp.where(where, x, 0)
-            sums = [lax.psum(take_part(x), self._names) for x in packing.pack(summed)]
-            total, count = packing.unpack(sums)
-            if mean:
-                means = [s / count.astype(s.dtype) for s in sums]
-                total, _ = packing.unpack(means)
-            return total, count
-
-        return shard_by_shard(add_up, tree, where, out=lambda specs, *_: (specs, Spec()))
+        summed = (widened(tree), where.astype(jnp.float32))
+        packing = Packing(summed)
+        take_part = lambda x: jnp.where(where, x, 0)
+        sums = [lax.psum(take_part(x), self._names) for x in packing.pack(summed)]
+        total, count = packing.unpack(sums)
+        if mean:
+            means = [s / count.astype(s.dtype) for s in sums]
+            total, _ = packing.unpack(means)
+        return total, count
 
     def permute(self, tree: Tree, permutation: Permutation) -> Tree:
         """Each worker's tree sent along a permutation of the group.
@@ -208,7 +201,7 @@ def _in_whole_words(collective: Callable[[Array], Array], x: Array) -> Array:
 
 def parts_of(axis: str) -> tuple[str, str, str]:
     """The name of an axis, and its two names if it is split."""
-    axis = named(axis)
+    axis = NAMES.get({}).get(axis, axis)
     return axis, DEVICE.format(axis), SLOT.format(axis)
 
 
@@ -278,7 +271,7 @@ def _send_along(
     x: Array, permutation: Permutation, devices: tuple[str, ...], slots: MeshChannel
 ) -> Array:
     """`lax.ppermute` over a group of devices with several workers (slots) each."""
-    if not slots._axes:
+    if not slots.axes:
         return lax.ppermute(x, devices, permutation) if devices else x
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for source, target in permutation:

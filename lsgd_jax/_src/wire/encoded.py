@@ -137,14 +137,24 @@ class EncodedGroup(Group):
         z, self.kept = self._on_shards(send, tree, self.kept, source, out=out)
         return z
 
+    def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
+        """Σ Q(v + βe)."""
+        return self._total(tree, jnp.asarray(where), mean=False)
+
+    def masked_mean(
+        self, tree: Tree, where: Array | bool = True, reference: Tree | None = None
+    ) -> tuple[Tree, Array]:
+        """z = r + Σ Q(v - r + βe) / n with the rule's r, or with the last target, r ← z."""
+        return self._total(tree, jnp.asarray(where), mean=True, reference=reference)
+
     def _total(
         self, tree: Tree, where: Array, mean: bool, reference: Tree | None = None
     ) -> tuple[Tree, Array]:
-        """Σ Q(v + βe), or z = r + Σ Q(v - r + βe) / n with the rule's r, or with r ← z."""
         self._keep_one()
         # A worker alone adds up exactly, but holds back what 'top-k' does not send.
         if self._across.size == 1 and not self._wire.is_sparse:
-            return super()._total(tree, where, mean)
+            exact = super().masked_mean if mean else super().masked_sum
+            return exact(tree, where)
         in_shares = self._in_shares(tree)
 
         def add_up(codec, t, tree, kept, where, reference):

@@ -63,7 +63,7 @@ class Channel(Protocol):
         """The tree of worker `source`."""
         ...
 
-    def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+    def sum(self, tree: Tree, where: Array, *, mean: bool) -> tuple[Tree, Array]:
         """The sum or mean over the workers for which `where` holds, and their number."""
         ...
 
@@ -194,16 +194,14 @@ class Group:
         """
         return lowest(self.gather(score))
 
-    @with_automatic_axes
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """Sends the tree of worker `source` (an index in the group) to the whole group.
 
         It is a sum to which the others add zeros: -0.0 arrives as 0.0.
         """
         self._count(tree)
-        return self.channel.broadcast(tree, source)
+        return self.channel.broadcast(tree, jnp.asarray(source))
 
-    @with_automatic_axes
     def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
         """Sum over the workers for which `where` (bool, varying) holds.
 
@@ -215,9 +213,9 @@ class Group:
           (sums, count): a tree in float32 or wider, and the number of workers that took
           part (float32 scalar). Both are the same for the whole group, and travel together.
         """
-        return self._total(tree, jnp.asarray(where), mean=False)
+        self._count((widened(tree), jnp.float32(0)))  # the number of workers, too
+        return self.channel.sum(tree, jnp.asarray(where), mean=False)
 
-    @with_automatic_axes
     def masked_mean(
         self, tree: Tree, where: Array | bool = True, reference: Tree | None = None
     ) -> tuple[Tree, Array]:
@@ -228,7 +226,9 @@ class Group:
           reference: a tree that is equal in the group and close to `tree`, in float32 or
             wider. A narrow wire format sends differences to it. Defaults to the last mean.
         """
-        return self._total(tree, jnp.asarray(where), mean=True, reference=reference)
+        del reference
+        self._count((widened(tree), jnp.float32(0)))
+        return self.channel.sum(tree, jnp.asarray(where), mean=True)
 
     @with_automatic_axes
     def mean(self, tree: Tree) -> Tree:
@@ -374,13 +374,6 @@ class Group:
 
     # Counted messages
 
-    def _total(
-        self, tree: Tree, where: Array, mean: bool, reference: Tree | None = None
-    ) -> tuple[Tree, Array]:
-        del reference
-        self._count((widened(tree), jnp.float32(0)))  # the number of workers, too
-        return self.channel.sum(tree, where, mean)
-
     def _permuted(self, tree: Tree, permutation: Permutation) -> Tree:
         is_detour = isinstance(permutation, Array) and self.channel.transposes
         travels = 2 if is_detour else 1  # see `MeshChannel.permute`
@@ -388,7 +381,7 @@ class Group:
         return self.channel.permute(tree, permutation)
 
     def _count(self, tree: Tree) -> None:
-        if self.size > 1:
+        if self.channel.size > 1:
             self.bytes_sent += shard_nbytes(tree)
 
 

@@ -60,11 +60,22 @@ class Packing:
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
         is_last = lambda members: not (groups and groups[members[0]])
         self.members = sorted(buffers.values(), key=is_last)
+        self._starts = [0] * len(leaves)  # in their buffers
+        for members in self.members:
+            for i, after in itertools.pairwise(members):
+                size = self._sizes[i]
+                self._starts[after] = self._starts[i] + size + -size % align
 
     def pack(self, tree: Tree) -> list[Array]:
         """Returns the buffers of a tree."""
-        leaves = jax.tree.leaves(tree)
-        return [self._join([leaves[i] for i in members]) for members in self.members]
+        leaves, buffers = jax.tree.leaves(tree), []
+        for members in self.members:
+            own = [leaves[i] for i in members]
+            # A leaf that has a buffer of its own keeps its shape.
+            is_alone = len(own) == 1
+            flat = own[0] if is_alone else joined([x.ravel() for x in own], self._align)
+            buffers.append(flat)
+        return buffers
 
     def unpack(self, buffers: Sequence[Array], t: Array | None = None) -> Tree:
         """Returns the tree of the buffers.
@@ -74,12 +85,20 @@ class Packing:
         free.
         """
         leaves: list[Any] = [None] * len(self._sizes)
-        starts = self._starts(t)
+        starts: Sequence[Any] = self._starts
+        if t is not None and starts:
+            # XLA compiles one kernel per constant start. It cannot know that t > 0.
+            zeros = [jnp.int32(0)] * len(starts)
+            starts = lax.cond(t > 0, lambda: list(map(jnp.int32, starts)), lambda: zeros)
         for buffer, members in zip(buffers, self.members, strict=True):
             for i in members:
-                part = buffer
-                if len(members) > 1:
-                    part = _run(buffer, starts[i], self._sizes[i])
+                part, start, size = buffer, starts[i], self._sizes[i]
+                if len(members) > 1 and t is None:
+                    part = lax.slice(buffer, [start], [start + size])
+                elif len(members) > 1:
+                    part = lax.dynamic_slice(
+                        buffer, [start], [size], allow_negative_indices=False
+                    )
                 leaves[i] = part.reshape(self._shapes[i])
         return jax.tree.unflatten(self._treedef, leaves)
 
@@ -89,10 +108,7 @@ class Packing:
 
     def runs(self, b: int) -> list[tuple[int, int, int]]:
         """(index, start, size) of each leaf in a buffer."""
-        members = self.members[b]
-        sizes = [self._sizes[i] for i in members]
-        ends = itertools.accumulate(size + -size % self._align for size in sizes)
-        return list(zip(members, [0, *ends], sizes))
+        return [(i, self._starts[i], self._sizes[i]) for i in self.members[b]]
 
     def shape(self, b: int) -> tuple[int, ...]:
         """The shape of a buffer."""
@@ -101,33 +117,12 @@ class Packing:
             return self._shapes[last]
         return (start + size + -size % self._align,)
 
-    def _starts(self, t: Array | None) -> dict[int, Any]:
-        """Returns where each leaf begins in its buffer."""
-        buffers = range(len(self.members))
-        known = {i: start for b in buffers for i, start, _ in self.runs(b)}
-        if t is None or not known:
-            return known
-        # XLA compiles one kernel per constant start. It cannot know that t > 0.
-        zeros = dict.fromkeys(known, jnp.int32(0))
-        return lax.cond(t > 0, lambda: jax.tree.map(jnp.int32, known), lambda: zeros)
-
-    def _join(self, leaves: Sequence[Array]) -> Array:
-        if len(leaves) == 1:  # a large leaf keeps its shape
-            return leaves[0]
-        return joined([leaf.ravel() for leaf in leaves], self._align)
-
 
 def joined(runs: Sequence[Array], align: int = 1) -> Array:
     """Concatenates flat arrays, each padded with zeros to a multiple of align."""
     gaps = [jnp.zeros([-run.size % align], run.dtype) for run in runs]
     pieces = [piece for piece in itertools.chain(*zip(runs, gaps)) if piece.size]
     return jnp.concatenate(pieces) if pieces else runs[0]
-
-
-def _run(buffer: Array, start: Any, size: int) -> Array:
-    if isinstance(start, int):
-        return lax.slice(buffer, [start], [start + size])
-    return lax.dynamic_slice(buffer, [start], [size], allow_negative_indices=False)
 
 
 def is_large(shape: tuple[int, ...]) -> bool:

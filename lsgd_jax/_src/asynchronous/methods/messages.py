@@ -52,7 +52,7 @@ class MessageChannel:
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         return ask("broadcast", (tree, source), tree)
 
-    def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+    def sum(self, tree: Tree, where: Array, *, mean: bool) -> tuple[Tree, Array]:
         wide = widened(tree)
         sums, count = ask("sum", (wide, where), (wide, jnp.float32(0)))
         return (mean_of(sums, count) if mean else sums), count
