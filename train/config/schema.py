@@ -384,6 +384,9 @@ class Config:
     # Project of Weights & Biases to which the metrics are sent, too. It needs the extra
     # `wandb`.
     wandb: Annotated[str | None, FREE] = None
+    # Project of trackio, on this machine or where its environment variables say, to which
+    # the metrics are sent, too. It needs the extra `trackio`.
+    trackio: Annotated[str | None, FREE] = None
     # Folder in which new run folders are created.
     runs: Annotated[str, PATH, NOT_EMPTY, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.

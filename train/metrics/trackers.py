@@ -1,5 +1,6 @@
 """Trackers: the places to which the events of a run go while it trains."""
 
+import importlib
 import json
 import math
 import pathlib
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 from train.process.messages import one_line
 
 
-WANDB_ID = "wandb_id.txt"
+# The packages by the names of their services.
+SERVICES = {"wandb": "Weights & Biases", "trackio": "trackio"}
 
 Event = Mapping[str, Any]  # with a kind, a step and seconds of training
 
@@ -71,12 +73,13 @@ class JsonLines:
             file.write(text)
 
 
-class WeightsAndBiases:
-    """Sends the scalars of events to Weights & Biases.
+class Service:
+    """Sends the scalars of events to Weights & Biases or to trackio, which has its API.
 
     Training does not depend on it: an error is a warning, and the last one.
 
     Args:
+      package: a key of `SERVICES`.
       project: the project.
       folder: the run folder. It keeps the id of the run of the project, which a resumed run
         continues.
@@ -88,33 +91,36 @@ class WeightsAndBiases:
 
     def __init__(
         self,
+        package: str,
         project: str,
         folder: pathlib.Path,
         settings: Mapping[str, Any],
         written: Mapping[str, int],
         warn: Callable[[str], None],
     ):
-        self._warn, self._run = warn, None
-        self._sent = written if (folder / WANDB_ID).exists() else {}
-        self._attempt(lambda: self._open(project, folder, dict(settings)))
+        self._package, self._warn, self._run = package, warn, None
+        kept = folder / f"{package}_id.txt"
+        self._sent = written if kept.exists() else {}
+        self._attempt(lambda: self._open(project, folder.name, kept, dict(settings)))
 
-    def _open(self, project: str, folder: pathlib.Path, settings: Any) -> None:
-        import wandb  # type: ignore  # of an extra
-
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=_kept_id(folder / WANDB_ID),
-            dir=str(folder),
-            config=settings,
-            resume="allow",
-        )
+    def _open(self, project: str, name: str, kept: pathlib.Path, settings: Any) -> None:
+        opened = importlib.import_module(self._package).init
+        if self._package == "trackio":  # its runs have no id: it finds them by their name
+            who: dict[str, Any] = {"name": _kept_id(kept, f"{name}-")}
+        else:
+            who = {"name": name, "id": _kept_id(kept), "dir": str(kept.parent)}
+        self._run = opened(project=project, config=settings, resume="allow", **who)
 
     def write(self, event: Event) -> None:
         sent = scalars(event)
         if sent and event["step"] > self._sent.get(event["kind"], -1):
-            sent |= {"step": event["step"], "seconds": event["seconds"]}
-            self._attempt(lambda: self._run and self._run.log(sent))
+            self._attempt(lambda: self._log(sent, event["step"], event["seconds"]))
+
+    def _log(self, sent: dict[str, float], step: int, seconds: float) -> None:
+        if self._run is not None and self._package == "trackio":
+            self._run.log({**sent, "seconds": seconds}, step=step)
+        elif self._run is not None:  # of its own, steps only grow, and kinds would collide
+            self._run.log({**sent, "step": step, "seconds": seconds})
 
     def close(self) -> None:
         ended, self._run = self._run, None
@@ -123,16 +129,16 @@ class WeightsAndBiases:
     def _attempt(self, send: Callable[[], object]) -> None:
         try:
             send()
-        except Exception as error:  # wandb raises all kinds
-            self._run = None
-            self._warn(f"nothing is sent to Weights & Biases any more: {one_line(error)}")
+        except Exception as error:  # they raise all kinds
+            self._run, name = None, SERVICES[self._package]
+            self._warn(f"nothing is sent to {name} any more: {one_line(error)}")
 
 
-def _kept_id(path: pathlib.Path) -> str:
+def _kept_id(path: pathlib.Path, prefix: str = "") -> str:
     """The id in a file, which is drawn and written if the file is missing or empty."""
     kept = path.read_text() if path.exists() else ""
     if not kept:
-        path.write_text(kept := secrets.token_hex(8))
+        path.write_text(kept := prefix + secrets.token_hex(8))
     return kept
 
 

@@ -136,8 +136,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         shared_folder.check(session, resumed)
     if config.method.is_asynchronous:
         check_installed("an asynchronous run", "async", "ray")
-    if config.wandb is not None:
-        check_installed("`wandb`", "wandb", "wandb")
+    for service in projects(config):
+        check_installed(f"`{service}`", service, service)
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
@@ -174,9 +174,9 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"{config.steps}: the run takes no more"
         )
     others = []
-    if config.wandb is not None and session.is_main:
-        own = config.wandb, folder, fields(config), log.last_steps(folder)
-        others.append(trackers.WeightsAndBiases(*own, progress.warn_here))
+    for service, project in projects(config).items() if session.is_main else ():
+        own = service, project, folder, fields(config), log.last_steps(folder)
+        others.append(trackers.Service(*own, progress.warn_here))
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, others)
     run = Run(
         config, session, experiment, folder, start, checkpoints, metrics, progress, lock
@@ -184,6 +184,12 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def projects(config: Config) -> dict[str, str]:
+    """The projects to which the metrics are sent, by the packages of their services."""
+    found = {name: getattr(config, name) for name in trackers.SERVICES}
+    return {name: project for name, project in found.items() if project is not None}
 
 
 def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock | None:

@@ -1,4 +1,4 @@
-"""Trackers: Weights & Biases by a module that is made up, and several at once."""
+"""Trackers: Weights & Biases and trackio by modules that are made up."""
 
 import resource
 import shutil
@@ -14,15 +14,25 @@ from train.run import open as opening
 
 
 @pytest.fixture
-def wandb(monkeypatch):
-    """A module that records what it is told."""
-    made = ModuleType("wandb")
-    made.told, made.ended = [], []
-    run = SimpleNamespace(log=made.told.append, finish=lambda: made.ended.append(True))
-    made.init = lambda **options: vars(made).update(options=options) or run
-    monkeypatch.setitem(sys.modules, "wandb", made)
+def service(monkeypatch):
+    """Makes up a module that records what it is told."""
+
+    def service(name):
+        made = ModuleType(name)
+        made.told, made.ended = [], []
+        log = lambda sent, **step: made.told.append({**sent, **step})
+        run = SimpleNamespace(log=log, finish=lambda: made.ended.append(True))
+        made.init = lambda **options: vars(made).update(options=options) or run
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
     monkeypatch.setattr(opening, "check_installed", lambda *_: None)
-    return made
+    return service
+
+
+@pytest.fixture
+def wandb(service):
+    return service("wandb")
 
 
 COMMAND = (
@@ -31,12 +41,16 @@ COMMAND = (
 ).split()
 
 
-def test_weights_and_biases_receives_the_scalars(wandb, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", trackers.SERVICES)
+def test_a_service_receives_the_scalars(name, service, tmp_path, monkeypatch):
     tiny.install(share=True, set=monkeypatch.setattr)
-    folder = tmp_path / "my run"
-    assert main([*COMMAND, str(folder)]) == 0
+    folder, wandb = tmp_path / "my run", service(name)
+    command = ["--" + name if x == "--wandb" else x for x in COMMAND]
+    assert main([*command, str(folder)]) == 0
     options = wandb.options
-    assert (options["project"], options["name"]) == ("project", "my run")
+    assert options["project"] == "project" and options["name"].startswith("my run")
+    kept = (folder / f"{name}_id.txt").read_text()
+    assert kept == options["id" if name == "wandb" else "name"]
     assert options["config"]["workers.locals"] == 2 and options["resume"] == "allow"
     events = log.read(folder)
     losses = [sent["train/loss"] for sent in wandb.told if "train/loss" in sent]

@@ -51,6 +51,7 @@ OF_LOCK_STEP = {
     "workers.inside": ("fsdp=2", "model=1"),
     "workers.devices": None,
     "static_phases": False,
+    "trackio": "a b",
     "wandb": "-x",
     "ray.processes": 2,
     "ray.devices_per_process": 4,
