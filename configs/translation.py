@@ -1,10 +1,9 @@
 """A small encoder and decoder that translate sentences, 4 workers.
 
 - Command: python -m train translation --data.source FILE... --data.target FILE...
-  (without files: English sentences that a small grammar makes, and their German)
 - Hardware: 2 CPU cores (4 emulated devices)
 - Time: about 50 s of CPU time in all
-- Expected: without files, 100 BLEU: new sentences of a grammar that it has learned
+- Expected: 3.9 BLEU after 800 steps of all-reduce (docs/results/text.md, Translation)
 
 Label smoothing, the shared embedding and the learning rate, which falls with the inverse
 square root of the step, are those of Vaswani et al., Attention is all you need, NeurIPS

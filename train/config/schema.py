@@ -137,7 +137,7 @@ class DataConfig:
     # Tokens of a text: the characters of a UTF-8 file, or bytes (text).
     tokens: Annotated[Tokens, TEXT] = "characters"
     # Files of sentences to translate, one sentence a line; the last tenth, at most 1,000
-    # sentences, is for validation. Defaults to sentences of a small grammar (translation).
+    # sentences, is for validation (translation).
     source: Annotated[tuple[str, ...], PATH, TRANSLATION, LOCAL] = ()
     # Files of their translations, line by line (translation).
     target: Annotated[tuple[str, ...], PATH, TRANSLATION, LOCAL] = ()

@@ -19,7 +19,6 @@ from train.process.messages import is_installed
 
 PAD, UNKNOWN, END = range(3)  # ids; END ends a sentence, and stands before its first token
 MOST_TEST = 1000  # pairs that are held out
-SAMPLE_PAIRS = 3000
 INSTALL = 'is not installed: pip install -e ".[translation]" in a checkout of lsgd_jax'
 
 
@@ -149,7 +148,7 @@ class Translation:
 def load(
     source: Sequence[str], target: Sequence[str], subwords: int, context: int
 ) -> Translation:
-    """Reads files whose lines correspond, and joins them. Without files, makes pairs up.
+    """Reads files whose lines correspond, and joins them.
 
     Pairs with a blank sentence are left out. The last tenth, at most 1,000 pairs, is held
     out. Training pairs with a sentence of more tokens than the context are left out.
@@ -160,12 +159,12 @@ def load(
       context: the maximum number of tokens of a sentence, with its end.
 
     Raises:
-      DataError: a file cannot be read, is empty, is not UTF-8, or has another number of
-        lines than its translation; too few pairs; SentencePiece is not installed.
+      DataError: no file, or one that cannot be read, is empty, is not UTF-8, or has another
+        number of lines than its translation; too few pairs; SentencePiece is not installed.
     """
     _sentencepiece()
-    pairs = made_up() if not source else _read(source, target)
-    pairs = [(a, b) for a, b in pairs if a.strip() and b.strip()]
+    read = _read(source, target)
+    pairs = [(a, b) for a, b in read if a.strip() and b.strip()]
     test = min(len(pairs) // 10, MOST_TEST)
     if not test:
         raise DataError(f"translation needs 10 pairs of sentences, got {len(pairs)}")
@@ -191,6 +190,11 @@ def load(
 
 def _read(source: Sequence[str], target: Sequence[str]) -> list[tuple[str, str]]:
     pairs = []
+    if not source:
+        raise DataError(
+            "translation needs files of sentences and of their translations, one a line: "
+            "`data.source` and `data.target`"
+        )
     if len(source) != len(target):
         raise DataError(
             "`data.source` and `data.target` must name as many files, got "
@@ -212,84 +216,3 @@ def _lines(file: str, setting: str) -> list[str]:
     # splitlines() would also split at characters that stand within a sentence.
     content = text.decoded(file, text.read(file, setting)).replace("\r\n", "\n")
     return content.removesuffix("\n").split("\n")
-
-
-# The nominative of a person and the accusative of a thing, with their German articles.
-PEOPLE = {
-    "man": "der Mann",
-    "woman": "die Frau",
-    "child": "das Kind",
-    "teacher": "der Lehrer",
-    "farmer": "der Bauer",
-    "girl": "das Mädchen",
-    "doctor": "die Ärztin",
-    "neighbor": "der Nachbar",
-    "aunt": "die Tante",
-    "guest": "der Gast",
-}
-THINGS = {
-    "dog": "den Hund",
-    "cat": "die Katze",
-    "book": "das Buch",
-    "tree": "den Baum",
-    "lamp": "die Lampe",
-    "house": "das Haus",
-    "table": "den Tisch",
-    "bottle": "die Flasche",
-    "picture": "das Bild",
-    "key": "den Schlüssel",
-    "door": "die Tür",
-    "bicycle": "das Fahrrad",
-}
-VERBS = {
-    "see": "sieht",
-    "find": "findet",
-    "buy": "kauft",
-    "paint": "malt",
-    "show": "zeigt",
-    "need": "braucht",
-}
-ADJECTIVES = {"old": "alt", "new": "neu", "good": "gut", "small": "klein", "nice": "nett"}
-TIMES = {"today": "heute", "often": "oft", "now": "jetzt", "sometimes": "manchmal"}
-
-
-def made_up() -> list[tuple[str, str]]:
-    """3,000 different English sentences and their German translations.
-
-    A small grammar makes them: questions, negations, times that move the German verb, and
-    adjectives whose German endings depend on article and case.
-
-    >>> made_up()[0]
-    ('Sometimes the girl shows the bicycle.', 'Manchmal zeigt das Mädchen das Fahrrad.')
-    """
-    # NumPy guarantees that the stream of RandomState never changes.
-    rng, found = np.random.RandomState(0), {}
-    while len(found) < SAMPLE_PAIRS:
-        english, german = _sentence(rng)
-        found[english[0].upper() + english[1:]] = german[0].upper() + german[1:]
-    return list(found.items())
-
-
-def _sentence(rng: np.random.RandomState) -> tuple[str, str]:
-    draw = lambda words: list(words.items())[rng.randint(len(words))]
-    (verb, sieht), (time, heute) = draw(VERBS), draw(TIMES)
-    (man, der_mann), (dog, den_hund) = (_noun(rng, *draw(x)) for x in (PEOPLE, THINGS))
-    return [
-        (f"{man} {verb}s {dog}.", f"{der_mann} {sieht} {den_hund}."),
-        (f"{time} {man} {verb}s {dog}.", f"{heute} {sieht} {der_mann} {den_hund}."),
-        (f"does {man} {verb} {dog}?", f"{sieht} {der_mann} {den_hund}?"),
-        (f"{man} does not {verb} {dog}.", f"{der_mann} {sieht} {den_hund} nicht."),
-    ][rng.randint(4)]
-
-
-def _noun(rng: np.random.RandomState, english: str, german: str) -> tuple[str, str]:
-    """A noun with its article and, half of the time, an adjective."""
-    old, alt = list(ADJECTIVES.items())[rng.randint(len(ADJECTIVES))]
-    if rng.randint(2):
-        return f"the {english}", german
-    article, noun = german.split()
-    ending = "en" if article == "den" else "e"
-    return (
-        f"the {old} {english}",
-        f"{article} {alt}{ending} {noun}",
-    )

@@ -90,22 +90,12 @@ def test_wrong_files_are_named_in_one_line(source, target, message, tmp_path):
         translation.load(["a", "b"], ["c"], 300, 3)
 
 
-def test_too_few_subwords_and_no_sentencepiece(monkeypatch):
+def test_no_files_too_few_subwords_and_no_sentencepiece(monkeypatch, files):
+    with pytest.raises(DataError, match="needs files of sentences and of their translat"):
+        translation.load((), (), 300, 32)
     with pytest.raises(DataError, match="`data.subwords`=9 cannot be learned: .* 9 vs"):
-        translation.load((), (), 9, 32)
+        translation.load(*files(PAIRS), 9, 32)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = r'sentencepiece, which is not installed: pip install -e ".\[translation\]"'
     with pytest.raises(DataError, match=message):
         translation.load((), (), 300, 32)
-
-
-def test_the_sentences_of_the_grammar():
-    pairs = translation.made_up()
-    assert len(set(pairs)) == len({english for english, _ in pairs}) == 3000
-    for pair in [
-        ("The man needs the old table.", "Der Mann braucht den alten Tisch."),
-        ("Does the nice aunt see the cat?", "Sieht die nette Tante die Katze?"),
-        ("Now the girl buys the new book.", "Jetzt kauft das Mädchen das neue Buch."),
-    ]:
-        made = dict(pairs).get(pair[0], pair[1])
-        assert made == pair[1]
