@@ -171,53 +171,27 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         loss, extras = loss_of(value, loss), extras_of(pulls, params, grad)
         plan = Plan.of(pulls, due, phase)
         with naming_the_state(state, lambda: init(params)):
-            return step(updates, state, params, loss, extras, plan)
-
-    def step(updates, state, params, loss, extras, plan) -> Any:
-        x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
-        wrong = misplaced(state.expected, x)
-        u, after = advance(pulls, x, u, state, loss, plan, check, extras)
-        # Elements of u can be read only if u is an array of its own. On a quiet step it is
-        # fused with the optimizer and `apply_updates`, and reading it would cost a pass.
-        is_fused = plan.phase == QUIET or not pulls
-        return trees.refill(u, updates), after._replace(
-            misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
-            expected=unknown(x) if is_fused else sample_after(x, u),
-        )
+            x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
+            wrong = misplaced(state.expected, x)
+            at = Step(pulls, state, plan, extras)
+            states = at.depart(x, state.pulls, loss)
+            u, states, counts, is_finite = kernel.local(
+                pulls, x, u, loss, states, state.is_finite, at.t, check, extras
+            )
+            u, states, is_finite = at.arrive(x, x, u, states, counts, is_finite)
+            after = at.after(state, states, is_finite)
+            # Elements of u can be read only if u is an array of its own. On a quiet step it
+            # is fused with the optimizer and `apply_updates`, and reading it would cost a
+            # pass.
+            is_fused = plan.phase == QUIET or not pulls
+            return trees.refill(u, updates), after._replace(
+                misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
+                expected=unknown(x) if is_fused else sample_after(x, u),
+            )
 
     transformation = Exchange(with_automatic_axes(init), with_automatic_axes(update))
     transformation.pulls, transformation.check = pulls, check
     return transformation
-
-
-def advance(
-    pulls: Sequence[Pull],
-    x: Tree,
-    u: Tree,
-    state: ExchangeState,
-    loss: Any,
-    plan: Plan,
-    check: Check,
-    extras: Extras,
-) -> tuple[Tree, ExchangeState]:
-    """One step of the kernel: returns u after all due pulls, and the state.
-
-    Args:
-      pulls: the pulls, in order.
-      x, u: the leaves of floats; u in float32 or wider.
-      state: the state before the step.
-      loss: the loss at x, or None.
-      plan: what is due.
-      check: see `exchange`.
-      extras: see `extras_of`.
-    """
-    at = Step(pulls, state, plan, extras)
-    states = at.depart(x, state.pulls, loss)
-    u, states, counts, is_finite = kernel.local(
-        pulls, x, u, loss, states, state.is_finite, at.t, check, extras
-    )
-    u, states, is_finite = at.arrive(x, x, u, states, counts, is_finite)
-    return u, at.after(state, states, is_finite)
 
 
 # Checks

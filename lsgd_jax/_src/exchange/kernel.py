@@ -14,6 +14,7 @@ therefore bit-identical after a step on which nothing lands. In an `outer` y is 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -246,7 +247,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         else (),
         agreement=Agreement.start() if pull.verify else (),
     )
-    return stored(pull, state)
+    return placed(pull, state, to_host)
 
 
 def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
@@ -255,24 +256,15 @@ def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
     return Pending(trees.widened(y), takes_part, x)
 
 
-def stored(pull: Pull, state: PullState) -> PullState:
-    """Moves the state to where it is kept between exchanges."""
-    return _kept_in(pull, state, to_host)
-
-
-def fetched(pull: Pull, state: PullState) -> PullState:
-    """Moves the state to the device, for an exchange."""
-    return _kept_in(pull, state, to_device)
-
-
-def _kept_in(pull: Pull, state: PullState, move: Callable[[Tree], Tree]) -> PullState:
+def placed(pull: Pull, state: PullState, to: Callable[[Tree], Tree]) -> PullState:
+    """Moves the state `to_host` for the time between exchanges, or `to_device` for one."""
     if pull.memory == "device":
         return state
     is_idle = pull.rule.step is silent
     return state._replace(
-        rule=move(state.rule) if is_idle else state.rule,
-        pending=move(state.pending),
-        wire=move(state.wire),
+        rule=to(state.rule) if is_idle else state.rule,
+        pending=to(state.pending),
+        wire=to(state.wire),
     )
 
 
@@ -323,17 +315,22 @@ def step_rules(
     stepped, counts = [], []
     has_loss = is_finite_loss(loss)
     for pull, state in reversed(list(zip(pulls, states))):
-        mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
-        more, grad = {}, extras.grad
-        if "grad" in pull.rule.reads:
-            more["grad"] = None if grad is None else parts.select(pull.part, grad)
-        after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t, **more)
-        # A silent rule returns its arguments, so there is nothing to put back.
-        if not trees.is_same(after, mine):
-            u = parts.put_back(pull.part, after, u)
+        rule_state, finite = state.rule, True
+        if pull.rule.step is not silent:
+            part = functools.partial(parts.select, pull.part)
+            mine, more, grad = part(u), {}, extras.grad
+            if "grad" in pull.rule.reads:
+                more["grad"] = None if grad is None else part(grad)
+            after, rule_state, finite = pull.rule.step(
+                mine, part(x), state.rule, loss, t, **more
+            )
+            # Many rules return u itself, and then there is nothing to put back.
+            if not trees.is_same(after, mine):
+                u = parts.put_back(pull.part, after, u)
+        # A loaded checkpoint may be on the device, and of a pull with another period.
         traffic = state.traffic.of(pull.every, pull.sends_at)
         state = state._replace(rule=rule_state, traffic=traffic)
-        stepped.append(stored(pull, state))  # a loaded checkpoint may be on the device
+        stepped.append(placed(pull, state, to_host))
         counts.append(has_loss & finite)
     return u, tuple(stepped[::-1]), tuple(counts[::-1])
 
@@ -365,12 +362,12 @@ def send(
     Returns:
       (target, state, bytes_sent). bytes_sent is known while tracing.
     """
-    axes, wire, state = pull.rule.axes, Wire.of(pull.wire), fetched(pull, state)
+    axes, wire, state = pull.rule.axes, Wire.of(pull.wire), placed(pull, state, to_device)
     group = Group(axes, channel)
     if pull.verify:
         state = verified(group, state)
         takes_part &= ~state.agreement.differs
-    if pull.is_narrow:
+    if wire.is_narrow:
         group = EncodedGroup(axes, channel, wire, state.wire, t, group.bytes_sent)
     group.exchange_number, group.round = pull.exchange_number(t), round
     group.is_delayed = pull.delay > 0 and group.channel.transposes
@@ -382,21 +379,16 @@ def send(
         dropped=state.dropped + (takes_part & ~found).astype(jnp.int32),
         rule=_in_the_form_of(state.rule, after),
         traffic=state.traffic.sent(group.bytes_sent),
-        wire=_kept_on_the_wire(pull, found, group.kept, state.wire),
     )
+    if wire.is_narrow:
+        # A reference stays where there is no target. Errors alone do not wait for it: XLA
+        # would hold both versions until all of the target is known to be finite.
+        waits = "reference" in (pull.rule.keeps or ())
+        kept = trees.where(found, group.kept, state.wire) if waits else group.kept
+        state = state._replace(wire=kept)
     if pull.verify and pull.rule.is_common:
         state = state._replace(agreement=state.agreement.after(z, found))
-    return Target(z, found), stored(pull, state), group.bytes_sent
-
-
-def _kept_on_the_wire(pull: Pull, found: Array, kept: Any, before: Any) -> Any:
-    """The memory of a narrow wire format after an agreement.
-
-    A reference stays where there is no target. Errors alone do not wait for it: XLA would
-    hold both versions until all of the target is known to be finite.
-    """
-    keeps = pull.rule.keeps or ()
-    return trees.where(found, kept, before) if "reference" in keeps else kept
+    return Target(z, found), placed(pull, state, to_host), group.bytes_sent
 
 
 def send_pending(
@@ -421,12 +413,12 @@ def send_pending(
     Returns:
       (state, bytes_sent): the state with the target in place of what was kept.
     """
-    kept: Any = fetched(pull, state).pending
+    kept: Any = placed(pull, state, to_device).pending
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
     target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, round)
     arrived = kept._replace(z=trees.widened(target.z), found=target.found)
-    return stored(pull, state._replace(pending=arrived)), bytes_sent
+    return placed(pull, state._replace(pending=arrived), to_host), bytes_sent
 
 
 def _in_the_form_of(before: Tree, after: Tree) -> Tree:
@@ -434,6 +426,8 @@ def _in_the_form_of(before: Tree, after: Tree) -> Tree:
 
     A state from an `init` outside of mapped functions did not know the number of workers.
     """
+    if jax.tree.structure(before) == jax.tree.structure(after):
+        return after
     plain = lambda x: x.value if is_shared(x) else x
     bare = lambda tree: jax.tree.structure(jax.tree.map(plain, tree, is_leaf=is_shared))
     if bare(before) != bare(after):
@@ -474,9 +468,10 @@ def land(
     if pull.delay and pull.is_narrow:
         # XLA for GPUs would clear the error where the message is encoded, which would then
         # wait for this step's loss.
-        wire = jax.tree.map(lax.optimization_barrier, fetched(pull, state).wire)
+        wire = placed(pull, state, to_device).wire
+        wire = jax.tree.map(lax.optimization_barrier, wire)
         wire = wire.without_error(restored)
-        state = stored(pull, state._replace(wire=wire))
+        state = placed(pull, state._replace(wire=wire), to_host)
     return u, state, restored
 
 

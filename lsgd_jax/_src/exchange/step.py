@@ -20,6 +20,7 @@ from lsgd_jax._src.checks import check_step_count
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.kernel import Pull, PullState
+from lsgd_jax._src.exchange.memory import to_device, to_host
 from lsgd_jax._src.exchange.phases import Plan
 from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.shared import Shared
@@ -93,7 +94,7 @@ class Step:
 
         due = any_of(*(self._turns[k].sends for k in delayed)) if self._plan.skips else True
         # A loaded checkpoint may be on the device.
-        kept = [kernel.stored(self._pulls[k], states[k]) for k in delayed]
+        kept = [kernel.placed(self._pulls[k], states[k], to_host) for k in delayed]
         with beside_a_gradient(loss):
             sent = cond(due, send, lambda states: states, kept)
         after = dict(zip(delayed, sent))
@@ -130,11 +131,10 @@ class Step:
         Returns:
           (u, states, is_finite).
         """
-        run = lambda u, states: self._run(x, frame, u, states, counts, is_finite)
+        run = functools.partial(self._run, x, frame, counts, is_finite)
         keep = lambda u, states: (u, states, is_finite)
         due = any_of(*(turn.arrives for turn in self._turns))
-        due = due if self._plan.skips else True
-        return cond(due, run, keep, u, tuple(states))
+        return cond(due if self._plan.skips else True, run, keep, u, tuple(states))
 
     def after(
         self, state: ExchangeState, states: Sequence[PullState], is_finite: Array
@@ -159,39 +159,41 @@ class Step:
         self,
         x: Tree,
         frame: Tree | None,
-        u: Tree,
-        states: Sequence[PullState],
         counts: Sequence[Array],
         is_finite: Array,
+        u: Tree,
+        states: Sequence[PullState],
     ) -> tuple[Tree, tuple[PullState, ...], Array]:
         every, after = _Buffers.of(x, frame), []
-        us = every.packing.pack(u)
-
-        def finite_now(us: list[Array]) -> Array:
-            return trees.all_finite(every.packing.named(kernel.position(every.xs, us)))
-
-        is_finite &= finite_now(us)
+        us, not_restored = every.packing.pack(u), jnp.asarray(False)
+        is_finite &= every.all_finite(us)
         for k, (pull, state) in enumerate(zip(self._pulls, states)):
-            takes_part = counts[k] & is_finite
+            own, takes_part = every, counts[k] & is_finite
             if self._follows(k):
                 # Otherwise XLA fuses the pulls, and the targets of all of them stay alive.
                 us = lax.optimization_barrier(us)
-            if pull.part is None:
-                us, state, restored = self._pull(k, every, us, state, takes_part, None)
-                is_finite |= restored
-            else:
+            mine = us
+            if pull.part is not None:
                 # Packing again what was unpacked costs nothing: XLA joins the slices.
                 u = every.packing.unpack(us)
                 part = functools.partial(parts.select, pull.part)
-                some = _Buffers.of(part(x), None if frame is None else part(frame))
-                others = kernel.position(frame, u)
-                mine = some.packing.pack(part(u))
-                mine, state, _ = self._pull(k, some, mine, state, takes_part, others)
-                mine = parts.put_back(pull.part, some.packing.unpack(mine), u)
+                own = _Buffers.of(part(x), None if frame is None else part(frame))
+                mine = own.packing.pack(part(u))
+            land = functools.partial(self._land, k, own, takes_part)
+            keep = lambda us, state: (us, state, not_restored)
+            mine, state, restored = cond(self._turns[k].lands, land, keep, mine, state)
+            if pull.delay:
+                record = functools.partial(self._record, k, own, takes_part)
+                keep = lambda us, state: state
+                state = cond(self._turns[k].records, record, keep, mine, state)
+            after.append(state)
+            if pull.part is None:
+                us, is_finite = mine, is_finite | restored
+            else:
+                mine = parts.put_back(pull.part, own.packing.unpack(mine), u)
                 us = every.packing.pack(mine)
                 # Restoring a part does not restore the other leaves.
-                is_finite |= finite_now(us)
-            after.append(state)
+                is_finite |= every.all_finite(us)
         u = every.packing.unpack(kernel.drop_non_finite_steps(every.xs, us), t=self._common)
         return u, tuple(after), is_finite
 
@@ -201,48 +203,28 @@ class Step:
         is_same = lambda j: are_equal(self._pulls[j].part, self._pulls[k].part)
         return lands(k) and any(lands(j) and is_same(j) for j in range(k))
 
-    def _pull(
-        self,
-        k: int,
-        leaves: "_Buffers",
-        us: list[Array],
-        state: PullState,
-        takes_part: Array,
-        others: Tree | None,
+    def _land(
+        self, k: int, own: "_Buffers", takes_part: Array, us: list[Array], state: PullState
     ) -> tuple[list[Array], PullState, Array]:
-        """Runs one pull: returns us, its state, and whether it restored the worker.
-
-        others: y of all leaves, if the pull has only some of them.
-        """
-        pull, turn, (packing, x, xs) = self._pulls[k], self._turns[k], leaves
-        not_restored = jnp.asarray(False)
-
-        def y_of(us: list[Array]) -> Tree:
-            return packing.unpack(kernel.position(xs, us))
-
-        def land(us: list[Array], target: Any, state: PullState) -> Any:
-            packed = target._replace(z=packing.pack(target.z))
-            return kernel.land(pull, xs, us, packed, state, takes_part, self._common)
-
-        def send_and_land(us: list[Array], state: PullState) -> Any:
-            target, state, self._sent[k] = kernel.send(
-                pull, None, x, y_of(us), state, takes_part, self._common, turn.round
-            )
-            return land(us, target, state)
-
-        def land_pending(us: list[Array], state: PullState) -> Any:
-            return land(us, kernel.fetched(pull, state).pending, state)
-
-        def record(us: list[Array], state: PullState) -> PullState:
-            pending = kernel.pending(pull, x, y_of(us), takes_part)
-            return kernel.stored(pull, state._replace(pending=pending))
-
-        arrive = land_pending if pull.delay else send_and_land
-        keep = lambda us, state: (us, state, not_restored)
-        us, state, restored = cond(turn.lands, arrive, keep, us, state)
+        """`kernel.land`, after `kernel.send` if the pull has no delay."""
+        pull, t = self._pulls[k], self._common
         if pull.delay:
-            state = cond(turn.records, record, lambda us, state: state, us, state)
-        return us, state, restored
+            target: Any = kernel.placed(pull, state, to_device).pending
+        else:
+            y, round = own.position(us), self._turns[k].round
+            target, state, self._sent[k] = kernel.send(
+                pull, None, own.x, y, state, takes_part, t, round
+            )
+        target = target._replace(z=own.packing.pack(target.z))
+        return kernel.land(pull, own.xs, us, target, state, takes_part, t)
+
+    def _record(
+        self, k: int, own: "_Buffers", takes_part: Array, us: list[Array], state: PullState
+    ) -> PullState:
+        """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
+        pull = self._pulls[k]
+        pending = kernel.pending(pull, own.x, own.position(us), takes_part)
+        return kernel.placed(pull, state._replace(pending=pending), to_host)
 
 
 class _Buffers(NamedTuple):
@@ -262,3 +244,11 @@ class _Buffers(NamedTuple):
     def of(cls, x: Tree, frame: Tree | None) -> "_Buffers":
         packing = Packing(x)
         return cls(packing, x, None if frame is None else packing.pack(frame))
+
+    def position(self, us: list[Array]) -> Tree:
+        """y, from the update or itself in the buffers."""
+        return self.packing.unpack(kernel.position(self.xs, us))
+
+    def all_finite(self, us: list[Array]) -> Array:
+        """Whether y is finite."""
+        return trees.all_finite(self.packing.named(kernel.position(self.xs, us)))

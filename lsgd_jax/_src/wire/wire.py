@@ -1,6 +1,7 @@
 """Wire formats: how parameters travel in fewer bits than they have."""
 
 import dataclasses
+import functools
 import warnings
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
@@ -90,6 +91,7 @@ class Wire:
         check_fraction("decay", self.decay)
 
     @classmethod
+    @functools.cache
     def of(cls, wire: "Wire | TopK | WireFormat") -> Any:
         """Returns the `Wire` of a name, a format or a format and its rounding.
 
