@@ -3,6 +3,7 @@
     python benchmarks/races.py EXPERIMENT --out DIR [--seeds 3] [--rates 0.05 0.1 0.3] \\
         [--periods 16 64] [--only lsgd-16 sgp ...] [options of python -m train.compare]
     python benchmarks/races.py text --entrants one-machine --out DIR --rates 0.004 0.008
+    python benchmarks/races.py text --entrants replicas --out DIR --rates 0.004 0.008 0.016
 
 trains every method with seed 0 at each learning rate, chooses the rate with the lowest
 final test result of the center, and trains with it for the other seeds. DIR gets the files
@@ -12,7 +13,8 @@ the bytes and within the seconds of the method that used the fewest. The same co
 resumes an interrupted race.
 
 The entrants `one-machine` are outer optimizers around one worker, and several workers with
-a quarter of the steps, which all see the same number of tokens.
+a quarter of the steps, which all see the same number of tokens. The entrants `replicas` are
+data parallel and DiLoCo of 1, 2 and 4 workers that share its batch, at several outer rates.
 """
 
 import json
@@ -50,12 +52,22 @@ ONE_MACHINE = {
     "workers-local-sgd": f"{QUARTER} --method local-sgd --method.period 20",
     "workers-diloco": f"{QUARTER} --method diloco --method.period 20",
 }
+REPLICAS = {
+    "data-parallel": "--method independent --workers.locals 1 --batch-size 48",
+    **{
+        f"diloco-{m}-outer-{rate}": "--method diloco --method.period 30 "
+        f"--method.outer-learning-rate {rate} --workers.locals {m} --batch-size {48 // m}"
+        for m in (1, 2, 4)
+        for rate in (0.2, 0.4, 0.6, 0.8)
+    },
+}
+GROUPS = {"one-machine": ONE_MACHINE, "replicas": REPLICAS}
 
 
 def entrants(options):
     """Returns the options of each method by its name."""
-    if options.entrants == "one-machine":
-        return ONE_MACHINE
+    if options.entrants in GROUPS:
+        return GROUPS[options.entrants]
     often = {
         f"{name}-{period}": words.format(period)
         for period in options.periods
@@ -124,7 +136,7 @@ def parse(arguments):
     """Returns the options, and those for `train.compare`."""
     words = parser(__doc__)
     words.add_argument("experiment")
-    words.add_argument("--entrants", choices=["periods", "one-machine"], default="periods")
+    words.add_argument("--entrants", choices=["periods", *GROUPS], default="periods")
     words.add_argument("--out", required=True)
     words.add_argument("--seeds", type=int, default=3)
     words.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.3])

@@ -20,8 +20,13 @@ races = importlib.import_module("races")
 # races.py
 
 
-def test_every_entrant_of_a_race_is_valid(tmp_path):
-    given = ["text", "--entrants", "one-machine", "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    "group, number, windows",
+    [("one-machine", 8, 24_000), ("replicas", 13, 690 * 48)],
+)
+def test_every_entrant_of_a_race_is_valid(group, number, windows, tmp_path):
+    steps = ["--steps", "690"] if group == "replicas" else []
+    given = ["text", "--entrants", group, "--out", str(tmp_path), *steps]
     options, rest = races.parse([*given, "--rates", "0.01"])
     asked = [(name, 0.01) for name in races.entrants(options)]
     configs, _ = compare.parse(races.command(asked, options, rest, seeds=1))
@@ -30,7 +35,7 @@ def test_every_entrant_of_a_race_is_valid(tmp_path):
         make_optimizer(config)
         workers = config.workers.nodes * config.workers.locals
         tokens.add(config.steps * config.batch_size * workers)
-    assert len(configs) == 8 and tokens == {24_000}  # windows
+    assert len(configs) == number and tokens == {windows}
 
 
 # gpu.py
