@@ -23,7 +23,7 @@ def widened(tree: Tree) -> Tree:
     def leaf(x: Array) -> Array:
         # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
         is_wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
-        return x if is_wide else x.astype(jnp.float32)
+        return x.astype(x.dtype if is_wide else jnp.float32)
 
     return jax.tree.map(leaf, tree)
 

@@ -23,7 +23,9 @@ def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
     if due is False:
         return otherwise(*operands)
 
-    if not any(map(_varying, jax.tree.leaves(operands))):
+    # Types say over which axes arrays vary only while `check_vma` is on.
+    types = map(jax.typeof, jax.tree.leaves(operands))
+    if not any(type_.manual_axis_type.varying for type_ in types):
         return lax.cond(due, then, otherwise, *operands)
 
     def typed(branch, other):
@@ -36,15 +38,11 @@ def _typed_alike(tree: Tree, like: Tree) -> Tree:
     """Returns `tree`, typed as varying also over the axes over which `like` varies."""
 
     def cast(x, y):
-        missing = tuple(_varying(y) - _varying(x))
+        own, other = (jax.typeof(a).manual_axis_type.varying for a in (x, y))
+        missing = tuple(other - own)
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree, like)
-
-
-def _varying(x: Array) -> frozenset[str]:
-    """The axes over which x is typed to vary: none unless `check_vma` is on."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 @custom_vmap

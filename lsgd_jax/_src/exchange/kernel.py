@@ -512,11 +512,6 @@ def drop_non_finite_steps(x: Tree | None, u: Tree) -> Tree:
     return jax.tree.map(leaf, x, u)
 
 
-def position(x: Tree | None, u: Tree) -> Tree:
-    """Returns y: x + u in the dtypes of x, or u itself without an x."""
-    return u if x is None else trees.plus(x, u)
-
-
 def move(
     x: Tree | None, u: Tree, z: Tree, weight: Any, found: Array, takes_part: Array
 ) -> Tree:

@@ -7,8 +7,6 @@ next to no cost. No sample is taken where parameters may be sharded in an unknow
 because reading one element would then communicate.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -24,45 +22,36 @@ ROUNDINGS = 4  # x + u may be compiled differently in different programs
 
 def unknown(x: Tree) -> Array:
     """Returns a sample that every x matches: float32 [k]."""
-    return jnp.full([len(_sampled(x))], jnp.inf, jnp.float32)
+    return jnp.full([len(jax.eval_shape(_sampled, x))], jnp.inf, jnp.float32)
 
 
 def sample_after(x: Tree, u: Tree) -> Array:
     """Returns the middle elements of some leaves of x + u, rounded like x: float32 [k]."""
-    if not layout_is_known():
+    elements = list(zip(_sampled(x), _sampled(u))) if layout_is_known() else []
+    if not elements:
         return unknown(x)
-    moved = [
-        trees.plus(trees.finite_part(x), u).astype(jnp.float32)
-        for x, u in zip(_picked(x), _picked(u))
-    ]
-    return _stack(moved)
+    stand = lambda x, u: trees.plus(trees.where_finite(x, x, 0), u).astype(jnp.float32)
+    return jnp.stack([stand(*each) for each in elements])
 
 
 def misplaced(expected: Array, x: Tree) -> Array:
     """Whether x is elsewhere: int32 scalar, 1 or 0. Elements that are not finite match."""
-    if not layout_is_known():
+    elements = _sampled(x) if layout_is_known() else []
+    if not elements:
         return jnp.int32(0)
-    elements = _picked(x)
-    found = _stack([element.astype(jnp.float32) for element in elements])
+    found = jnp.stack([element.astype(jnp.float32) for element in elements])
     eps = [jnp.finfo(element.dtype).eps for element in elements]
     slack = ROUNDINGS * jnp.array(eps, jnp.float32) * jnp.maximum(abs(found), abs(expected))
     return (jnp.abs(found - expected) > slack).any().astype(jnp.int32)
 
 
-def _picked(tree: Tree) -> list[Array]:
-    middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
-    return [element(leaf, middle(leaf), path) for path, leaf in _sampled(tree)]
-
-
-def _sampled(tree: Tree) -> list[tuple[Any, Array]]:
+def _sampled(tree: Tree) -> list[Array]:
+    """The middle elements of at most `ELEMENTS` leaves, scalars."""
     leaves = [
         (path, leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     stride = max(1, -(-len(leaves) // ELEMENTS))
-    return leaves[::stride]
-
-
-def _stack(elements: list[Array]) -> Array:
-    return jnp.stack(elements) if elements else jnp.zeros([0], jnp.float32)
+    middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
+    return [element(leaf, middle(leaf), path) for path, leaf in leaves[::stride]]

@@ -169,7 +169,7 @@ class Step:
         is_finite &= every.all_finite(us)
         for k, (pull, state) in enumerate(zip(self._pulls, states)):
             own, takes_part = every, counts[k] & is_finite
-            if self._follows(k):
+            if k and self._follows(k):
                 # Otherwise XLA fuses the pulls, and the targets of all of them stay alive.
                 us = lax.optimization_barrier(us)
             mine = us
@@ -211,7 +211,7 @@ class Step:
         if pull.delay:
             target: Any = kernel.placed(pull, state, to_device).pending
         else:
-            y, round = own.position(us), self._turns[k].round
+            y, round = own.packing.unpack(own.position(us)), self._turns[k].round
             target, state, self._sent[k] = kernel.send(
                 pull, None, own.x, y, state, takes_part, t, round
             )
@@ -222,8 +222,8 @@ class Step:
         self, k: int, own: "_Buffers", takes_part: Array, us: list[Array], state: PullState
     ) -> PullState:
         """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
-        pull = self._pulls[k]
-        pending = kernel.pending(pull, own.x, own.position(us), takes_part)
+        pull, y = self._pulls[k], own.packing.unpack(own.position(us))
+        pending = kernel.pending(pull, own.x, y, takes_part)
         return kernel.placed(pull, state._replace(pending=pending), to_host)
 
 
@@ -245,10 +245,12 @@ class _Buffers(NamedTuple):
         packing = Packing(x)
         return cls(packing, x, None if frame is None else packing.pack(frame))
 
-    def position(self, us: list[Array]) -> Tree:
-        """y, from the update or itself in the buffers."""
-        return self.packing.unpack(kernel.position(self.xs, us))
+    def position(self, us: list[Array]) -> list[Array]:
+        """y in the buffers: x + u in the dtypes of x, or u itself without an x."""
+        return us if self.xs is None else trees.plus(self.xs, us)
 
     def all_finite(self, us: list[Array]) -> Array:
         """Whether y is finite."""
-        return trees.all_finite(self.packing.named(kernel.position(self.xs, us)))
+        y = self.position(us)
+        # Leaves that keep their shapes may be sharded, as their paths tell.
+        return trees.all_finite(self.packing.unpack(y) if self.packing.keeps_shapes else y)

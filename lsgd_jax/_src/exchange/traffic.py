@@ -50,19 +50,17 @@ class Traffic(NamedTuple):
 
     def sent(self, bytes_each: float) -> "Traffic":
         """Returns the counters after one more exchange of so many bytes."""
-        high, low = self.bytes_sent.value + _limbs(bytes_each)
-        return self._replace(
+        after = self.each(bytes_each)
+        high, low = self.bytes_sent.value + after.bytes_each.value
+        return after._replace(
             exchanges=Shared(self.exchanges.value + jnp.int32(1)),
             bytes_sent=Shared(jnp.stack([high + low // LIMB, low % LIMB])),
-        ).each(bytes_each)
+        )
 
     def each(self, bytes_each: float) -> "Traffic":
         """Returns the counters of a pull that sends so many bytes per exchange."""
-        return self._replace(bytes_each=Shared(_limbs(bytes_each)))
-
-
-def _limbs(count: float) -> Array:
-    return jnp.array(divmod(round(count), LIMB), jnp.int32)
+        limbs = jnp.array(divmod(round(bytes_each), LIMB), jnp.int32)
+        return self._replace(bytes_each=Shared(limbs))
 
 
 def total(limbs: Any) -> int:

@@ -55,7 +55,7 @@ class Packing:
         buffers: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             group = groups[i] if groups else None
-            stays = is_large(leaf.shape) or (self.keeps_shapes and leaf.ndim)
+            stays = leaf.size > PACKED_BELOW or (self.keeps_shapes and leaf.ndim)
             alone = i if stays else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
         is_last = lambda members: not (groups and groups[members[0]])
@@ -101,10 +101,6 @@ class Packing:
                     )
                 leaves[i] = part.reshape(self._shapes[i])
         return jax.tree.unflatten(self._treedef, leaves)
-
-    def named(self, buffers: Sequence[Array]) -> Tree:
-        """Returns the buffers as the packed tree if each is one leaf, otherwise a list."""
-        return self.unpack(buffers) if len(buffers) == len(self._sizes) else buffers
 
     def runs(self, b: int) -> list[tuple[int, int, int]]:
         """(index, start, size) of each leaf in a buffer."""
