@@ -125,7 +125,11 @@ TYPES = {
     "optax._src.base.": "optax.",
 }
 # Pages of earlier versions, and where their content is now.
-MOVED = {"api/methods": "api/index"}
+MOVED = {
+    "api/methods": "api/index",
+    "results/diloco_measured": "results/predictions",
+    "results/simulator": "results/predictions",
+}
 REDIRECT = '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved.</a>'
 LOADED = re.compile(
     rb"<(?:script|img|iframe|source)\b[^>]*?\ssrc=[\"']?(?:https?:)?//[^>]*>"
