@@ -15,6 +15,7 @@ from train.task.experiment import make_optimizer
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))  # as for a script
 races = importlib.import_module("races")
+halos = importlib.import_module("halos")
 
 
 # races.py
@@ -36,6 +37,21 @@ def test_every_entrant_of_a_race_is_valid(group, number, windows, tmp_path):
         workers = config.workers.nodes * config.workers.locals
         tokens.add(config.steps * config.batch_size * workers)
     assert len(configs) == number and tokens == {windows}
+
+
+# halos.py
+
+
+def test_servers_in_the_world_of_halos_are_as_fast_as_in_its_own_simulator():
+    """Steps per second. Messages of a server that share links slow it further."""
+    one, regional = halos.METHODS.values()
+    alone = sum(1 / (0.238391 * slow) for slow in halos.WORLD.speeds.slow.values())
+    assert alone == pytest.approx(41.53, abs=0.01)
+    assert halos.released(regional) == pytest.approx(40.64, abs=0.01)
+    assert halos.simulated(regional, 60.0) == pytest.approx(40.64, rel=0.01)
+    assert halos.released(one) == pytest.approx(24.02, abs=0.01)
+    # Four workers share the link of each region to the server.
+    assert 24.02 / 1.5 < halos.simulated(one, 200.0) < 24.02 / 1.2
 
 
 # gpu.py
