@@ -29,7 +29,7 @@ import tyro
 
 import lsgd_jax as lj
 from train.cluster import devices, rendezvous
-from train.cluster.session import Session, WorkersLost
+from train.cluster.session import Session, WorkersLost, is_of_xla
 from train.config.schema import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
 from train.metrics import tables, traffic
@@ -179,7 +179,9 @@ def run(
     for (name, seed), config in configs.items():
         if config.resume and _has_ended(out / f"{name}-{seed}", config.steps):
             continue
-        result = loop.train(opened := open_run(config, session))
+        opened = open_run(config, session)
+        session.where = lambda: "in a comparison, which the same command resumes"
+        result = loop.train(opened)
         if opened.lock is not None:
             opened.lock.release()
         if result.stopped_by not in (None, NONFINITE):
@@ -342,12 +344,24 @@ def main(arguments: Sequence[str]) -> int:
     """Compares methods.
 
     Returns:
-      The exit status: 0, 1 (a run was stopped or diverged) or 2 (wrong usage).
+      The exit status: 0, 1 (a run was stopped or diverged) or 2 (wrong usage). With several
+      processes also 70: an unexpected error, and 75: a process was lost.
     """
     session = Session()
     try:
         configs, out = parse(arguments)
         session = join(configs)
+    except ValueError as error:
+        return session.leave(WRONG_USAGE, str(error))
+    except OSError as error:
+        return session.leave(STOPPED, str(error))
+    with session.ended_by_errors():
+        return compare(configs, out, session)
+
+
+def compare(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> int:
+    """Compares together with the processes of the session; returns the exit status."""
+    try:
         compilation_cache.use(say=session.is_main)
         curves = run(configs, out, session)
         if curves is None:
@@ -357,6 +371,8 @@ def main(arguments: Sequence[str]) -> int:
             (out / "compare.json").write_text(as_json(curves))
             draw(curves, out / "compare.png")
     except ValueError as error:
+        if is_of_xla(error):
+            raise
         return session.leave(WRONG_USAGE, str(error))
     except (OSError, WorkersLost) as error:
         return session.leave(STOPPED, f"{error}; the same command resumes it")

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 import jax
 
 from train.cluster import rendezvous
-from train.cluster.session import Session
+from train.cluster.session import Session, is_of_xla
 from train.config import experiments
 from train.config.schema import Config, WorkersConfig
 from train.metrics import progress, tables
@@ -154,21 +154,37 @@ def measured(setting: Setting) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plans and prints; returns the exit status, 0 or 2 (wrong usage)."""
-    session = Session()
+    """Plans and prints.
+
+    Returns:
+      The exit status: 0 or 2 (wrong usage). With several processes also 70: an unexpected
+      error, and 75: a process was lost.
+    """
+    session, config = Session(), None
     try:
         options, others = cli.run_with_others(Options, arguments, PROGRAM, __doc__)
         # tyro takes the value of an unknown option for the name of an experiment.
         if others and options.experiment not in experiments.names():
             raise ValueError(unknown(others[0]))
         options.check()
-        if options.experiment is None:
-            setting, sources = of_numbers(options)
-        else:
+        if options.experiment is not None:
             config = cli.parse([options.experiment, *others])
             jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends it
             if not options.is_described:
                 session = rendezvous.join(config)
+    except (ValueError, ImportError) as error:
+        return session.leave(WRONG_USAGE, str(error))
+    session.where = lambda: "before the plan was printed"
+    with session.ended_by_errors():
+        return plan(options, config, session)
+
+
+def plan(options: Options, config: Config | None, session: Session) -> int:
+    """Plans together with the processes of the session; returns the exit status."""
+    try:
+        if config is None:
+            setting, sources = of_numbers(options)
+        else:
             compilation_cache.use(say=session.is_main and not options.json)
             setting, sources = of_experiment(options, config, session)
         if options.differs and setting.links:
@@ -178,11 +194,13 @@ def main(arguments: Sequence[str]) -> int:
         if options.watts is not None:
             sources = [*sources, ENERGY]
         given = options.share, [*sources, EXCHANGES], options.price, options.watts
-        plan = Plan(setting, *given) if setting.links else None
+        found = Plan(setting, *given) if setting.links else None
     except (ValueError, ImportError) as error:
+        if is_of_xla(error):
+            raise
         return session.leave(WRONG_USAGE, str(error))
     if session.is_main:
-        report(options, plan)
+        report(options, found)
     return SUCCESS
 
 
