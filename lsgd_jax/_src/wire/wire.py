@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import jax
@@ -76,13 +75,6 @@ class Wire:
     across: Axes | None = None
 
     is_sparse: ClassVar[bool] = False
-
-    def __new__(cls, format: str = "float32", *args: Any, **options: Any) -> Any:
-        if format != "top-k":
-            return super().__new__(cls)
-        message = "lj.Wire('top-k', ...) is lj.TopK(...) now; 0.4 drops the old form"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return TopK(*args, **options)
 
     def __post_init__(self):
         check_option("wire", self.format, get_args(Format))

@@ -7,7 +7,6 @@ the analysis and its one optimistic rule.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -154,15 +153,6 @@ class Workers:
         """The sizes of the axes of the workers, by the names that methods may have."""
         named = {"node": self.nodes, "local": self.locals}
         return {**self._grid.sizes, **named}
-
-    @property
-    def replicated(self) -> NamedSharding:
-        """The old name of `shared_sharding`."""
-        message = (
-            "Workers.replicated is Workers.shared_sharding now; 0.4 drops the old name"
-        )
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.shared_sharding
 
     # Placing trees
 

@@ -21,9 +21,7 @@ def test_values_are_rounded_as_the_released_code_rounds_them():
 
 
 def test_top_k_is_refused_where_parameters_travel_whole():
-    with pytest.warns(DeprecationWarning, match=r"is lj.TopK\(...\) now"):
-        wire = lj.Wire("top-k", chunk=64)
-    assert wire == lj.TopK(chunk=64)
+    wire = lj.TopK(chunk=64)
     for make in (lj.lsgd, lj.local_sgd, lj.dpsgd, lj.contrib.noloco, lj.wagma):
         with pytest.raises(ValueError, match="`wire` may be 'top-k' only for a rule"):
             make(wire=wire)

@@ -84,10 +84,6 @@ def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
     assert total.value.shape == () and float(total.value) == W
     assert total.value.sharding.is_fully_replicated
     assert total.value.sharding.is_equivalent_to(workers.shared_sharding, 0)
-    with pytest.warns(
-        DeprecationWarning, match="Workers.replicated is Workers.shared_shar"
-    ):
-        assert workers.replicated is workers.shared_sharding
 
 
 def test_shared_values_selected_by_a_workers_own_count_stay_shared(workers):
