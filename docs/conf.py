@@ -129,6 +129,7 @@ MOVED = {
     "api/methods": "api/index",
     "results/diloco_measured": "results/predictions",
     "results/simulator": "results/predictions",
+    "wrappers": "own_loop",
 }
 REDIRECT = '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved.</a>'
 LOADED = re.compile(

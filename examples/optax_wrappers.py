@@ -1,6 +1,6 @@
 """Optax wrappers and optimizers with an exchange: injected rates, Muon, schedule-free.
 
-Each function returns a chain for one worker; they share one training loop. docs/wrappers.md
+Each function returns a chain for one worker; they share one training loop. docs/own_loop.md
 explains where a wrapper may be placed, docs/recipes.md accumulates gradients.
 
     python examples/optax_wrappers.py

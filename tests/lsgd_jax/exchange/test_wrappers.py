@@ -1,4 +1,4 @@
-"""The claims of docs/wrappers.md about optax's wrappers and the order of a chain."""
+"""The claims of docs/own_loop.md about optax's wrappers and the order of a chain."""
 
 import functools
 
