@@ -3,9 +3,9 @@
 XLA's partitioner aborts on many lookups in a sharded table if some mesh axes are manual and
 at least two others are larger than 1, which is the mesh of `Workers.map` with two axes
 inside a worker. The rows may be sharded over one of the two axes, or the columns over the
-axis of the indices (docs/sharded_workers.md has a program). Nothing tells how XLA will
-shard a table on automatic axes. So every table is whole on each device, except along the
-batch dimensions of the lookup.
+axis of the indices (tests/lsgd_jax/workers/test_lookups.py has a program). Nothing tells
+how XLA will shard a table on automatic axes. So every table is whole on each device, except
+along the batch dimensions of the lookup.
 """
 
 from typing import Any
