@@ -130,6 +130,7 @@ MOVED = {
     "results/diloco_measured": "results/predictions",
     "results/simulator": "results/predictions",
     "wrappers": "own_loop",
+    "trained_models": "checkpoints",
 }
 REDIRECT = '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved.</a>'
 LOADED = re.compile(

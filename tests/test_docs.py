@@ -48,8 +48,7 @@ def trains(page):
 
 PROGRAMS = [page for page in PAGES if blocks(page)]
 ON_PODS = DOCS / "pods.md"  # tests/lsgd_jax/test_aot.py runs it
-ON_LOADING = DOCS / "trained_models.md"  # tests/train/run/test_loading.py runs it
-WITH_TESTS_OF_THEIR_OWN = ROOT / "README.md", DOCS / "recipes.md", ON_PODS, ON_LOADING
+WITH_TESTS_OF_THEIR_OWN = ROOT / "README.md", DOCS / "recipes.md", ON_PODS
 
 
 def test_pages_use_only_names_that_they_make(tmp_path):

@@ -18,7 +18,7 @@ from train.run.saving import save
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "trained_models.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 def error(loaded):
@@ -50,7 +50,7 @@ def test_a_worker_is_its_row_of_the_state(finished):
 
 
 def test_the_program_of_the_page_runs(finished, monkeypatch, capsys):
-    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
+    program = re.search(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)[1]
     folder = re.search(r'load\("(.*?)"\)', program)[1]
     exec(program.replace(folder, str(finished[1].folder)), {})
     loaded = train.load(finished[1].folder)
