@@ -131,6 +131,7 @@ MOVED = {
     "results/simulator": "results/predictions",
     "wrappers": "own_loop",
     "trained_models": "checkpoints",
+    "when_to_follow": "methods/lsgd",
 }
 REDIRECT = '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved.</a>'
 LOADED = re.compile(

@@ -12,7 +12,7 @@ import sys
 
 
 HERE = pathlib.Path(__file__).parent
-PAGES = "quick_start", "own_loop", "when_to_follow"
+PAGES = "quick_start", "own_loop"
 BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 CONTENTS = re.compile(r"^```\{toctree\}\n.*?^```\n", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^]]*)\]\((?!http)[^)]*\)")  # leads nowhere outside of the site
