@@ -173,13 +173,12 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         with naming_the_state(state, lambda: init(params)):
             x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
             wrong = misplaced(state.expected, x)
-            at = Step(pulls, state, plan, extras)
+            at = Step(pulls, state, plan)
             states = at.depart(x, state.pulls, loss)
             u, states, counts, is_finite = kernel.local(
                 pulls, x, u, loss, states, state.is_finite, at.t, check, extras
             )
-            u, states, is_finite = at.arrive(x, x, u, states, counts, is_finite)
-            after = at.after(state, states, is_finite)
+            u, after = at.arrive(x, x, u, states, counts, is_finite)
             # Elements of u can be read only if u is an array of its own. On a quiet step it
             # is fused with the optimizer and `apply_updates`, and reading it would cost a
             # pass.

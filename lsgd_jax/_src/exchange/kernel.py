@@ -546,7 +546,8 @@ def move(
     def update(x: Array, u: Array, z: Array) -> Array:
         y = trees.plus(x, u)
         to = towards(y, z)
-        step = trees.widened(to) - trees.finite_part(trees.widened(x))
+        end, start = trees.widened(to), trees.widened(x)
+        step = end - trees.where_finite(start, start, 0)
         return jnp.where(to == y, u, step.astype(u.dtype))
 
     return jax.tree.map(moved, u, z) if x is None else jax.tree.map(update, x, u, z)

@@ -148,7 +148,7 @@ class Outer(ByValue):
         # Where x is not finite, `apply_updates` uses u as the parameter itself.
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
-        at = Step(self.method.pulls, before, plan, extras)
+        at = Step(self.method.pulls, before, plan)
         states = at.depart(y, before.pulls, loss)
         stepped, states, counts, is_finite = kernel.local(
             self.method.pulls,
@@ -164,25 +164,23 @@ class Outer(ByValue):
         # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
         keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
         y = jax.tree.map(keep, y, trees.apply_updates(x, stepped), u, stepped)
-        y, states, is_finite = at.arrive(x, None, y, states, counts, is_finite)
-        after = OuterState(at.after(before, states, is_finite), y)
-        return trees.refill(y, params), after
+        y, after = at.arrive(x, None, y, states, counts, is_finite)
+        return trees.refill(y, params), OuterState(after, y)
 
     def _from_here(
         self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
     ) -> Any:
         """With y alone, the rules' own steps start from x = y and u = 0."""
         before, y = state.exchange, trees.floats(params)
-        at = Step(self.method.pulls, before, plan, extras)
+        at = Step(self.method.pulls, before, plan)
         states, still = at.depart(y, before.pulls, loss), trees.zeros(y)
         u, states, counts = kernel.step_rules(
             self.method.pulls, y, still, loss, states, at.t, extras
         )
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
-        y, states, is_finite = at.arrive(y, None, y, states, counts, before.is_finite)
-        after = OuterState(at.after(before, states, is_finite), ())
-        return trees.refill(y, params), after
+        y, after = at.arrive(y, None, y, states, counts, before.is_finite)
+        return trees.refill(y, params), OuterState(after, ())
 
 
 @by_value

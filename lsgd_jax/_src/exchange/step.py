@@ -22,7 +22,6 @@ from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.kernel import Pull, PullState
 from lsgd_jax._src.exchange.memory import to_device, to_host
 from lsgd_jax._src.exchange.phases import Plan
-from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.packing import Packing
@@ -57,21 +56,18 @@ class Step:
       pulls: the pulls, in order.
       state: the state before the step.
       plan: what is due.
-      extras: see `extras_of`.
 
     Attributes:
       t: int32 scalar, the number of this step, counted from 1.
     """
 
-    def __init__(
-        self, pulls: Sequence[Pull], state: ExchangeState, plan: Plan, extras: Extras
-    ):
+    def __init__(self, pulls: Sequence[Pull], state: ExchangeState, plan: Plan):
         count = state.count.value
         check_step_count(count)
         self.t = jnp.asarray(optax.safe_increment(count))
         # The same t for branches and what stands in them; see `unbatched`.
         self._common = jnp.asarray(optax.safe_increment(unbatched(count)))
-        self._pulls, self._plan, self._extras = pulls, plan, extras
+        self._pulls, self._plan, self._state = pulls, plan, state
         self._turns = plan.turns(pulls, self._common)
         self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
 
@@ -120,7 +116,7 @@ class Step:
         states: Sequence[PullState],
         counts: Sequence[Array],
         is_finite: Array,
-    ) -> tuple[Tree, tuple[PullState, ...], Array]:
+    ) -> tuple[Tree, ExchangeState]:
         """Runs the pulls that are due after the worker's own step.
 
         Args:
@@ -129,17 +125,14 @@ class Step:
           u, states, counts, is_finite: see `kernel.local`.
 
         Returns:
-          (u, states, is_finite).
+          (u, state): both after this step.
         """
         run = functools.partial(self._run, x, frame, counts, is_finite)
         keep = lambda u, states: (u, states, is_finite)
         due = any_of(*(turn.arrives for turn in self._turns))
-        return cond(due if self._plan.skips else True, run, keep, u, tuple(states))
-
-    def after(
-        self, state: ExchangeState, states: Sequence[PullState], is_finite: Array
-    ) -> ExchangeState:
-        """Returns the state after this step."""
+        due = due if self._plan.skips else True
+        u, states, is_finite = cond(due, run, keep, u, tuple(states))
+        # The bytes of an exchange are known while tracing, also on steps that send nothing.
         states = tuple(
             each._replace(traffic=each.traffic.each(self._sent[k]))
             if k in self._sent
@@ -147,11 +140,10 @@ class Step:
             for k, each in enumerate(states)
         )
         missed = self._plan.differs(self._pulls, self.t)
-        return ExchangeState(
+        return u, self._state._replace(
             count=Shared(self.t),
             is_finite=is_finite,
-            misplaced=state.misplaced + jnp.asarray(missed, jnp.int32),
-            expected=state.expected,
+            misplaced=self._state.misplaced + jnp.asarray(missed, jnp.int32),
             pulls=states,
         )
 
