@@ -105,6 +105,7 @@ def aggregate(
         def keep(g, own, traffic):
             return g, own, traffic, jnp.asarray(False)
 
+        # All workers have this count, so they leave the warm-up together.
         due = True if until is None else unbatched(count) < until
         g, own, traffic, excluded = cond(
             due, communicate, keep, updates, state.own, state.traffic

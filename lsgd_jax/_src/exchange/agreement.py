@@ -69,6 +69,7 @@ def verified(group: Group, state: Any) -> Any:
         return state
     held = _promised(state)
     each = jnp.concatenate([fingerprints(held), state.agreement.target[None]])
+    # One hash of all leaves travels. Which leaf differs is asked only in a repair.
     rows = group.gather(each.sum(0, dtype=jnp.uint32))
     same = (rows[:, None] == rows[None]).all(-1)
     source = jnp.argmax(same.sum(1)).astype(jnp.int32)
@@ -100,6 +101,8 @@ def _taken_over(group: Group, tree: Tree, source: Array) -> Tree:
     """The tree of worker `source`, sent leaf by leaf, so that few buffers are needed."""
     leaves, treedef = jax.tree.flatten(tree)
     for n, leaf in enumerate(leaves):
+        # Chained, so that XLA does not send all leaves at once, which takes buffers for
+        # all.
         if n:
             leaf, leaves[n - 1] = lax.optimization_barrier((leaf, leaves[n - 1]))
         leaves[n] = _broadcast(group, leaf, source)
@@ -161,6 +164,7 @@ def _broadcast(group: Group, x: Array, source: Array) -> Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = (_broadcast(group, part, source) for part in (x.real, x.imag))
         return lax.complex(*parts)
+    # Past the group's counter: repairs are rare, and no bytes of an exchange.
     sent = group.channel.broadcast(_bits(x), source)
     if x.dtype == jnp.bool_:
         return sent.astype(bool)
@@ -215,6 +219,7 @@ def _added(
     )
     count = jnp.array([math.prod(map(lax.axis_size, c)) for c in copies], jnp.uint32)
     first, every = lax.psum((jnp.where(is_first[:, None], found, 0), found), axes)
+    # The second term is 0 unless a copy differs from the first one.
     return first ^ (every - count[:, None] * first) * jnp.uint32(ODD[0])
 
 

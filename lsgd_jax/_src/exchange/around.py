@@ -56,6 +56,7 @@ class Around:
         specs: Specs,
     ):
         functools.update_wrapper(self, step)
+        # `Workers.map(static='phase')` and `jax.jit` look the argument up in the signature.
         self.__signature__ = _with_phase(step)
         self.outer = outer(method, specs=specs)
         self._step, self._loss, self._result = step, loss, result
@@ -92,6 +93,7 @@ class Around:
         """The place of the state in the results: that of the one tree like it."""
         if self._result is not None:
             return _path(self._result)
+        # The state may be the only result, or one of several; never deeper.
         places = [(), *((i,) for i in range(len(_children(results))))]
         alike = [place for place in places if _is_like(at(results, place), state)]
         if len(alike) == 1:
@@ -110,6 +112,7 @@ class Around:
             return self._loss and self._loss(results)
         path, state = _path(self._loss), at(results, place)
         others = [x for _, x in _children(results) if place and x is not state]
+        # A step that returns (state, loss) says with its shape where the loss is.
         is_lone = len(others) == 1 and getattr(others[0], "shape", None) == ()
         if is_lone and isinstance(self._loss, str):
             return others[0]  # the only scalar needs no name

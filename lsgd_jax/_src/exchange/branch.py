@@ -29,6 +29,7 @@ def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
         return lax.cond(due, then, otherwise, *operands)
 
     def typed(branch, other):
+        # The other branch is traced for the types of its results. XLA drops its operations.
         return lambda *operands: _typed_alike(branch(*operands), other(*operands))
 
     return lax.cond(due, typed(then, otherwise), typed(otherwise, then), *operands)

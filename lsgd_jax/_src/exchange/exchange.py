@@ -149,6 +149,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             expected=unknown(x),
             pulls=tuple(kernel.init(pull, x) for pull in pulls),
         )
+        # A program may donate parameters and state together, so they share no buffers.
         return trees.with_own_buffers(state, params)
 
     def update(
@@ -172,6 +173,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         plan = Plan.of(pulls, due, phase)
         with naming_the_state(state, lambda: init(params)):
             x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
+            # Before anything moves: x must be where the last step has left it.
             wrong = misplaced(state.expected, x)
             at = Step(pulls, state, plan)
             states = at.depart(x, state.pulls, loss)
@@ -184,6 +186,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             # pass.
             is_fused = plan.phase == QUIET or not pulls
             return trees.refill(u, updates), after._replace(
+                # A step that is misplaced in both ways counts once.
                 misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
                 expected=unknown(x) if is_fused else sample_after(x, u),
             )
@@ -267,6 +270,7 @@ def loss_of(value: Any, loss: Any) -> Any:
         return None
     try:
         array = jnp.asarray(loss)
+        # A loss may be an int, such as a number of errors, and int has no inf.
         is_real = jnp.issubdtype(array.dtype, jnp.floating)
         return array if is_real else array.astype(jnp.result_type(float))
     except (TypeError, ValueError) as error:

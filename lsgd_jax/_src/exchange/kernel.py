@@ -366,10 +366,12 @@ def send(
     group = Group(axes, channel)
     if pull.verify:
         state = verified(group, state)
+        # Its y was computed from values that differ, so it must not enter the target.
         takes_part &= ~state.agreement.differs
     if wire.is_narrow:
         group = EncodedGroup(axes, channel, wire, state.wire, t, group.bytes_sent)
     group.exchange_number, group.round = pull.exchange_number(t), round
+    # Between asynchronous workers, no gradient is in the program of the message.
     group.is_delayed = pull.delay > 0 and group.channel.transposes
     z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t)
     if not group.is_delayed:  # see `Group.movable`
@@ -414,6 +416,7 @@ def send_pending(
       (state, bytes_sent): the state with the target in place of what was kept.
     """
     kept: Any = placed(pull, state, to_device).pending
+    # It was widened without loss, so this is the y of the agreement, bit for bit.
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
     target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, round)
@@ -461,6 +464,8 @@ def land(
     """
     keeps = takes_part
     if pull.verify:
+        # Such a worker takes the whole target, but it is finite and does not count as
+        # restored.
         keeps &= ~state.agreement.differs
     u = move(x, u, target.z, pull.weight(t), target.found, keeps)
     restored = target.found & ~takes_part
@@ -546,6 +551,7 @@ def move(
     def update(x: Array, u: Array, z: Array) -> Array:
         y = trees.plus(x, u)
         to = towards(y, z)
+        # x itself may be nan, and then u alone must lead to the target.
         end, start = trees.widened(to), trees.widened(x)
         step = end - trees.where_finite(start, start, 0)
         return jnp.where(to == y, u, step.astype(u.dtype))

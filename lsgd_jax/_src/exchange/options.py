@@ -115,6 +115,7 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 signature.bind(*args, **named)
             except TypeError as error:
+                # The method itself takes any option, and knows only the name `options`.
                 raise TypeError(f"{method.__name__}() {error}") from None
             return method(*args, **named)
 
@@ -122,6 +123,7 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         made.__signature__ = signature
         hints = {p.name: p.annotation for p in signature.parameters.values()}
         hints["return"] = signature.return_annotation
+        # Tools that read hints, such as tyro, see the options one by one.
         is_given = lambda hint: hint is not inspect.Signature.empty
         made.__annotations__ = {name: x for name, x in hints.items() if is_given(x)}
         made.__doc__ = _documented(method.__doc__ or "", taken)

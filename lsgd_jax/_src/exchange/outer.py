@@ -147,6 +147,7 @@ class Outer(ByValue):
         check_same_tree("params", y, x)
         # Where x is not finite, `apply_updates` uses u as the parameter itself.
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
+        # From here on the kernel cannot tell that the step was not one of optax.
         u = jax.tree.map(gap, x, y)
         at = Step(self.method.pulls, before, plan)
         states = at.depart(y, before.pulls, loss)
@@ -177,6 +178,7 @@ class Outer(ByValue):
         u, states, counts = kernel.step_rules(
             self.method.pulls, y, still, loss, states, at.t, extras
         )
+        # x + 0 may have other bits than x: -0.0 becomes 0.0.
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
         y, after = at.arrive(y, None, y, states, counts, before.is_finite)

@@ -40,6 +40,7 @@ def misplaced(expected: Array, x: Tree) -> Array:
     if not elements:
         return jnp.int32(0)
     found = jnp.stack([element.astype(jnp.float32) for element in elements])
+    # The sum may be rounded differently where x + u is fused into another program.
     eps = [jnp.finfo(element.dtype).eps for element in elements]
     slack = ROUNDINGS * jnp.array(eps, jnp.float32) * jnp.maximum(abs(found), abs(expected))
     return (jnp.abs(found - expected) > slack).any().astype(jnp.int32)
@@ -52,6 +53,7 @@ def _sampled(tree: Tree) -> list[Array]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
+    # All over the tree: an optimizer behind the exchange may change some leaves only.
     stride = max(1, -(-len(leaves) // ELEMENTS))
     middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
     return [element(leaf, middle(leaf), path) for path, leaf in leaves[::stride]]

@@ -58,6 +58,7 @@ class Rows(NamedTuple):
         if len(along) != 1 or len(bound) != 1:
             return None
         (along,), (vmapped,) = along, bound
+        # With several workers to a device, a device would hold more than one row.
         fits = lax.axis_size(vmapped) == mesh.shape[along]
         return cls(vmapped, along, mesh) if fits else None
 
@@ -75,6 +76,8 @@ class Rows(NamedTuple):
           known: the layouts of the trees inside a worker.
         """
         leaves, structure = jax.tree.flatten(args)
+        # `jax.vmap` calls the rule below with all rows at once, and so gives the batch to a
+        # `shard_map`.
         one = custom_vmap(lambda *leaves: fn(*structure.unflatten(leaves)))
 
         @one.def_vmap
@@ -82,6 +85,7 @@ class Rows(NamedTuple):
             if size == 1:  # a `jax.vmap` of one row, inside that over the workers
                 outputs = jax.tree.map(_as_row, one(*map(_first, leaves, batched)))
             elif size != self.mesh.shape[self.along]:
+                # Rows of something else, such as a sweep: they stay rows.
                 outputs = jax.vmap(one.fun, [0 if b else None for b in batched])(*leaves)
             else:
                 outputs = self._on_devices(one.fun, batched, known)(*leaves)

@@ -70,5 +70,6 @@ def _resized(tree: Tree) -> Tree:
     """Calls the hook of every node that has one, then those of the nodes inside it."""
     has_hook = lambda node: hasattr(type(node), "__lsgd_resized__")
     tree = tree.__lsgd_resized__() if has_hook(tree) else tree
+    # A hook sees the new rows of its own node, so nodes inside it come after it.
     within = lambda node: node is not tree and has_hook(node)
     return jax.tree.map(lambda x: _resized(x) if has_hook(x) else x, tree, is_leaf=within)

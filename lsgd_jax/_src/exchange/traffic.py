@@ -51,6 +51,8 @@ class Traffic(NamedTuple):
     def sent(self, bytes_each: float) -> "Traffic":
         """Returns the counters after one more exchange of so many bytes."""
         after = self.each(bytes_each)
+        # By hand, because jax has int64 only in the 64-bit mode. Two limbs below 2³⁰ do not
+        # overflow.
         high, low = self.bytes_sent.value + after.bytes_each.value
         return after._replace(
             exchanges=Shared(self.exchanges.value + jnp.int32(1)),

@@ -78,6 +78,7 @@ def with_state(
             (u, steps), state.exchange, (params, before), **extra_args
         )
         (u, steps), of_exchange = moved
+        # Like the parameters: a field that is not finite is replaced, and nan + u is nan.
         after = optax.tree.set(after, **apply_updates(before, steps))
         return u, WithState(after, of_exchange)
 

@@ -127,6 +127,7 @@ class MeshChannel:
     @by_shards(out=lambda specs, *_: (specs, Spec()))
     def sum(self, tree: Tree, where: Array, *, mean: bool) -> tuple[Tree, Array]:
         """The sum or mean of the trees of the workers for which `where` holds."""
+        # The count lies in the buffer of the small leaves, and needs no message.
         summed = (widened(tree), where.astype(jnp.float32))
         packing = Packing(summed)
         take_part = lambda x: jnp.where(where, x, 0)
@@ -159,6 +160,7 @@ class MeshChannel:
         cut = Cut.of(x.shape, self.size)
         parts = self.transpose(cut.rows(x))
         has_source = sources.reshape(-1, *(1,) * (parts.ndim - 1)) >= 0
+        # Index -1 would be the last row, so workers without a source are masked.
         onward = jnp.where(has_source, parts[sources], 0)
         return cut.array(self.transpose(onward))
 
@@ -281,5 +283,6 @@ def _send_along(
     arrived = jnp.zeros_like(rows)
     for (s, t), pairs in lanes.items():
         row = lax.ppermute(rows[s], devices, pairs) if devices else rows[s]
+        # Lanes that bring a slot nothing bring zeros, so their sum is the one message.
         arrived = arrived.at[t].add(row)
     return arrived[slots.index]

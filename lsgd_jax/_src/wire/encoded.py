@@ -68,6 +68,7 @@ class WireState(NamedTuple):
 
     def __lsgd_resized__(self) -> "WireState":
         """For `resize`: keeps a reference that all workers share, and nothing else."""
+        # An error belongs to the worker that made it, and a private reference to its peers.
         nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
         kept = isinstance(self.reference, Shared)
         reference = self.reference if kept else nothing(self.reference)
@@ -254,6 +255,7 @@ class EncodedGroup(Group):
             raise ValueError(_KEEPS.format("'error'"))
         take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
         decay = self._wire.decay
+        # What was lost in earlier roundings is sent again, so that it arrives in the end.
         e = codec.pack(kept.error)
         owed = [take_part(widened(v) + decay * e) for v, e in zip(v, e)]
         add_up = self._sums_of_shares if in_shares else self._sums_of_messages

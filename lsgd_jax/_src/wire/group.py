@@ -307,6 +307,8 @@ class Group:
             return send
 
         if len(set(rounds)) > most_branches(self.size) and not isinstance(r, int):
+            # As an array, the permutation is an argument of the program and not a part of
+            # it.
             sources = jnp.asarray(sources_of(rounds, self.size))[r]
             return along(list(sources))((tree, weight))
         return self.switch(r, list(map(along, rounds)), (tree, weight))
@@ -351,6 +353,7 @@ class Group:
 
             return run
 
+        # Bytes are counted while a branch is traced, which `channel.switch` does.
         counted = [counting(i, branch) for i, branch in enumerate(branches)]
         result = self.channel.switch(r, counted, operand)
         self.bytes_sent = before + sum(sent.values()) / max(len(sent), 1)

@@ -117,6 +117,7 @@ class Packing:
 def joined(runs: Sequence[Array], align: int = 1) -> Array:
     """Concatenates flat arrays, each padded with zeros to a multiple of align."""
     gaps = [jnp.zeros([-run.size % align], run.dtype) for run in runs]
+    # Without an alignment the gaps are empty, and would only lengthen the program.
     pieces = [piece for piece in itertools.chain(*zip(runs, gaps)) if piece.size]
     return jnp.concatenate(pieces) if pieces else runs[0]
 

@@ -69,6 +69,7 @@ class Shares:
 
     def join(self, shares: Sequence[Array]) -> Tree:
         """The tree of all workers' shares, one for each buffer, [...]."""
+        # Parts of a buffer cannot tell its shape, because they may be padded.
         shapes = map(self.packing.shape, range(len(self.packing.members)))
         return self.packing.unpack(list(map(self._join, shares, shapes)))
 

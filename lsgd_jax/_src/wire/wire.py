@@ -221,6 +221,7 @@ def quantized(
         return Coded(_to_words(blocks, noise), None)
     levels = LEVELS[wire.format]
     scales = jnp.abs(blocks).max(axis) / levels
+    # A block of zeros has the scale 0, by which nothing can be divided.
     steps = blocks / jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)
     if noise is not None:
         noise = noise.astype(steps.dtype)
@@ -260,6 +261,7 @@ def packed(codes: Array, wire: Wire, axis: int = -1) -> Array:
         return codes
     missing = [(0, 0)] * codes.ndim
     missing[axis] = (0, codes.shape[axis] % 2)
+    # Two's complement: the lower four bits hold -8 to 7.
     nibbles = jnp.pad(codes, missing).astype(jnp.uint8) & 15
     first, second = jnp.split(nibbles, 2, axis)
     return first | second << 4

@@ -75,6 +75,7 @@ class Collectives:
           StaleWorkerError: the others have finished without this worker.
           UnreachableError: too many failed.
         """
+        # All chunks are sums in one dtype, wide enough for each of the leaves.
         dtype = np.result_type(np.float32, *(x.dtype for x in jax.tree.leaves(tree)))
         vector = as_vector(tree, dtype)
         given = vector if gives else np.zeros_like(vector)

@@ -147,6 +147,7 @@ class Worker:
 
     def publish(self) -> None:
         """Shows the present parameters to peers."""
+        # The tree of this step: the worker may have moved on when a peer asks for it.
         params = self.params
         shown = lambda: on_host(params)
         self.transport.mailbox.show(shown, self.measure(), self.reference())
@@ -212,6 +213,7 @@ class Worker:
         report.steps = self.count
         if self._has_stepped:
             report.loss = self.loss if self.is_finite else math.nan
+        # A worker that is not finite is never the leader, whatever its last losses were.
         report.score = self.score if self.is_finite else math.inf
         report.bytes_sent = self.transport.mailbox.bytes_sent
         if await self.hear():
@@ -248,6 +250,7 @@ class Worker:
             "number": self.number,
             "method": self.method.state(),
         }
+        # A copy of the containers: arrays cannot change, and dicts of a method may.
         self._kept = jax.tree.map(lambda x: x, now)
 
     @property
@@ -277,6 +280,8 @@ class Worker:
         """Takes part; takes over from a peer if the others have begun already."""
         _, late = await self.wait(self.transport.tell("enter", self.count, self.number))
         if not late:
+            # A checksum of the start, so that different seeds are an error and not a bad
+            # run.
             start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.transport.position.workers))
             starts = await self.transport.round("begin", start, everyone)
@@ -308,6 +313,7 @@ class Worker:
                 state = await self.wait(self.transport.ask(peer, "state"))
             except UnreachableError:
                 continue
+            # A diverged peer has nothing to give, so the next one is asked.
             if state is not None and finite(on_host(state["params"])):
                 break
         else:

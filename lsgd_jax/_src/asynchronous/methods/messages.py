@@ -185,6 +185,8 @@ class Conversation:
         self, key: Hashable, members: list[int], tree: Tree
     ) -> tuple[Tree, dict[int, Any]]:
         collectives = self._transport.collectives
+        # A round of the coordinator carries small content, and saves a request to each
+        # peer.
         is_small = sum(x.size for x in jax.tree.leaves(tree)) <= SMALL
         gather = collectives.gather_small if is_small else collectives.all_gather
         rows = await gather(key, tree, members)
@@ -194,6 +196,8 @@ class Conversation:
 
     async def _permute(self, key: Hashable, tree: Tree, sources: np.ndarray) -> Tree:
         position, got = self._group.index(self._me), None
+        # Posted before anything is fetched: two workers that fetch from each other would
+        # wait.
         if position in sources:
             self._transport.mailbox.post(key, tree)
         if sources[position] >= 0:

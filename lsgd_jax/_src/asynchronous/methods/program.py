@@ -82,6 +82,7 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr):
         self._jaxpr, self._consts = jaxpr.jaxpr, jaxpr.consts
         alive, self._parts = set(_variables(self._jaxpr.outvars)), list[Part]()
+        # From the end, because only later parts tell which variables are still read.
         for equations in reversed(list(_groups(self._jaxpr.eqns))):
             part = self._part(equations, frozenset(alive))
             self._parts.insert(0, part)
@@ -101,6 +102,7 @@ class Program:
         jaxpr = self._jaxpr.replace(
             constvars=[], invars=reads, outvars=writes, eqns=list(equations)
         )
+        # Compiled, because equation by equation each one would be a dispatch of its own.
         compute = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, [])))
         return Part(reads, writes, alive, compute)
 
@@ -128,6 +130,7 @@ class Program:
                 message = Message(params["kind"], params["content"].unflatten(given))
                 found = jax.tree.leaves(await answered(message))
             values.update(zip(part.writes, found))
+            # Drops what is not read again, such as gathered rows, as soon as possible.
             values = {v: x for v, x in values.items() if v in part.alive}
         return list(map(read, self._jaxpr.outvars))
 

@@ -75,6 +75,7 @@ def join(
         mailbox = ServedMailbox(method, rank, actor, timeout)
         given = name, position, timeout, mailbox, time.time(), NAMESPACE
         transport = JoinedTransport(actor, *given)
+        # All went well: the exit stack ends with the peer and not here.
         return Peer(method, transport, stack.pop_all().close)
 
 
@@ -82,6 +83,7 @@ def _started(name: str, rank: int, method: Joinable, timeout: float) -> Any:
     """Starts the actor of a rank, once its name is free."""
     named = dict(name=worker_name(name, rank), namespace=NAMESPACE)
     actor = beside(MailboxActor, **named, max_restarts=-1)
+    # Ray frees the name of a crashed program once it notices, which takes a while.
     until = time.monotonic() + timeout
     while True:
         try:

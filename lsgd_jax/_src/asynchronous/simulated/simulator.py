@@ -67,6 +67,7 @@ class SimulatedTransport(Transport):
     async def step(self, compute: Callable[[], None]) -> None:
         compute()
         await asyncio.sleep(self._simulation.seconds[self._index]())
+        # A hung worker still answers, because its mailbox is another task.
         while self._index in self._simulation.hung:
             await asyncio.sleep(self.timeout)
 
@@ -92,6 +93,8 @@ class SimulatedTransport(Transport):
         if answer is not None:
             if await simulation.links.send(peer, me, nbytes(answer), limit):
                 return answer
+        # A worker cannot tell a lost request from a slow peer: it waits for the whole
+        # timeout.
         await asyncio.sleep(max(limit - self.now(), 0))
         raise UnreachableError(f"worker {peer} did not answer within {self.timeout:g} s")
 
@@ -178,6 +181,7 @@ class Simulation:
     async def serve(self) -> None:
         """Waits until the coordinator has served earlier calls and one more."""
         now = self.now()
+        # One call at a time: a call that comes while another one is served waits for it.
         self._served = max(now, self._served) + self.links.network.coordinator
         await asyncio.sleep(self._served - now)
 
