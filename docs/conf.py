@@ -168,7 +168,7 @@ def index_other_names(app, docname, source):
     """Makes the words of "Also called: ..." index entries, which a search ranks first."""
     found = re.search(r"^Also called: ((?:.|\n)*?)\.$", source[0], re.MULTILINE)
     if found:
-        names = re.split(r",\s+", found[1])
+        names = " ".join(found[1].split()).split(", ")
         names += [name.replace("-", " ") for name in names if "-" in name]
         entries = "\n".join(f"   ! single: {name}" for name in names)
         source[0] += f"\n```{{eval-rst}}\n.. index::\n{entries}\n```\n"
