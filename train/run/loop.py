@@ -1,10 +1,12 @@
 """The training of a run, from its first step to its last line."""
 
 import contextlib
+import math
+import os
 import pathlib
 import platform
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from train.task.experiment import Experiment
 
 
 SAMPLE = "sample.txt"
+LARGE = 2**17  # values of a leaf that is a message of its own; smaller ones share messages
 Reason = signal.Signals | str
 
 
@@ -122,6 +125,8 @@ def announce(run: Run) -> None:
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
     if line := without_exchanges(run.config):
         run.progress.warn(line)
+    if line := flag_for_delay(run, jax.default_backend(), os.environ):
+        run.progress.say(line)
     if run.step:
         run.progress.say(f"resumed at step {run.step}")
     if run.resizing is not None:
@@ -137,6 +142,34 @@ def without_exchanges(config: Config) -> str:
     return (
         f"{config.method.name} first exchanges at step {first} and the run has {steps}: "
         "its workers train independently"
+    )
+
+
+def flag_for_delay(run: Run, backend: str, environ: Mapping[str, str]) -> str:
+    """Names the flag of XLA for GPUs with which delayed messages travel together, or ''.
+
+    Args:
+      run: the run.
+      backend: the platform of the devices.
+      environ: the environment variables.
+    """
+    # Asynchronous workers have no method of a step.
+    method = getattr(run.experiment, "method", None)
+    if backend != "gpu" or method is None:
+        return ""
+    late = {i for i, pull in enumerate(method.pulls) if pull.delay}
+    phases = method.phases(run.experiment.workers.sizes) if late else ()
+    sends = max((len(late.intersection(phase.sends)) for phase in phases), default=0)
+    large = sum(x[0].size >= LARGE for x in jax.tree.leaves(run.state.params))
+    fragments = getattr(run.config.method, "fragments", 1)
+    messages = sends * (math.ceil(large / fragments) + 1)  # and one of all small leaves
+    ((name, limit),) = lj.aot.overlap_options(messages).items()
+    if messages < 2 or name in environ.get("XLA_FLAGS", ""):
+        return ""
+    return (
+        f"{run.config.method.name} sends up to {messages} messages with a delay in a step, "
+        "of which XLA has one in flight at a time; they travel together with "
+        f"XLA_FLAGS=--{name}={limit}, see docs/pods.md for its risk"
     )
 
 

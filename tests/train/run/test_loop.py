@@ -386,3 +386,41 @@ def test_a_method_that_will_exchange_nothing_is_a_warning(method):
     assert not loop.without_exchanges(dataclasses.replace(config, steps=64))
     alone = dataclasses.replace(config, workers=WorkersConfig(1, 1))
     assert not loop.without_exchanges(alone)
+
+
+@pytest.mark.parametrize(
+    "method, options, limit",
+    [
+        # Five leaves, of which four are large. Two fragments have two each.
+        ("diloco", {"period": 4, "delay": 1}, 5 + 3),
+        ("diloco", {"period": 4, "delay": 1, "fragments": 2}, 3 + 3),
+        ("diloco", {"period": 4}, None),
+        ("independent", {}, None),
+        ("async-diloco", {}, None),
+    ],
+)
+def test_the_flag_with_which_delayed_messages_travel_together_on_gpus(
+    opened, method, options, limit
+):
+    run = opened(method=methods.make("diloco"))
+    made = methods.make(method, **options)
+    own = None if made.is_asynchronous else made.exchanges(0.1)
+    run = SimpleNamespace(
+        config=dataclasses.replace(run.config, method=made),
+        experiment=SimpleNamespace(method=own, workers=run.experiment.workers),
+        state=SimpleNamespace(params=[jnp.zeros([2, n]) for n in [loop.LARGE] * 4 + [9]]),
+    )
+    flag = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    line = loop.flag_for_delay(run, "gpu", {})
+    assert (f" XLA_FLAGS=--{flag}={limit}, see" in line) is (limit is not None)
+    assert bool(line) is (limit is not None) and "\n" not in line
+    assert not loop.flag_for_delay(run, "cpu", {})
+    assert not loop.flag_for_delay(run, "gpu", {"XLA_FLAGS": f"--a --{flag}=4"})
+
+
+def test_a_run_on_gpus_says_the_flag_of_its_delay(opened, monkeypatch, capsys):
+    monkeypatch.setattr(loop.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(loop, "LARGE", 1)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    loop.announce(opened(method=methods.make("diloco", period=4, delay=1)))
+    assert "XLA_FLAGS=--xla_gpu_experimental_parallel" in capsys.readouterr().out
