@@ -58,7 +58,7 @@ REPLICAS = {
         f"diloco-{m}-outer-{rate}": "--method diloco --method.period 30 "
         f"--method.outer-learning-rate {rate} --workers.locals {m} --batch-size {48 // m}"
         for m in (1, 2, 4)
-        for rate in (0.2, 0.4, 0.6, 0.8)
+        for rate in (0.2, 0.4, 0.6, 0.8, 1.0)
     },
 }
 GROUPS = {"one-machine": ONE_MACHINE, "replicas": REPLICAS}

@@ -23,7 +23,7 @@ halos = importlib.import_module("halos")
 
 @pytest.mark.parametrize(
     "group, number, windows",
-    [("one-machine", 8, 24_000), ("replicas", 13, 690 * 48)],
+    [("one-machine", 8, 24_000), ("replicas", 16, 690 * 48)],
 )
 def test_every_entrant_of_a_race_is_valid(group, number, windows, tmp_path):
     steps = ["--steps", "690"] if group == "replicas" else []
