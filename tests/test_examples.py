@@ -133,6 +133,25 @@ def test_the_combined_methods_print_what_their_docstring_shows(capsys):
     assert [f"    {line}" for line in printed] == example.__doc__.splitlines()[-2:]
 
 
+def test_one_bit_per_parameter_learns_and_keeps_workers_equal():
+    """300 weights are 38 bytes and 10 biases 2; two scales and a bool make 49."""
+    example = load("one_bit_mean")
+    rule = lj.Pull(example.one_bit_mean(), strength=1.0, every=4)
+    params, payload, loss = example.train(lj.exchange(rule), steps=100)
+    assert payload == 38 + 2 + 2 * 4 + 1
+    assert loss < 34.6 / 10  # of the first step
+    for leaf in jax.tree.leaves(params):
+        np.testing.assert_allclose(leaf - leaf[0][None], 0, atol=1e-6)
+
+
+@pytest.mark.slow  # 800 steps; the test above is the same in small
+def test_the_one_bit_mean_prints_what_its_docstring_shows(capsys):
+    example = load("one_bit_mean")
+    example.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert [f"    {line}" for line in printed] == example.__doc__.splitlines()[-2:]
+
+
 @pytest.mark.parametrize("graph", ["ring", "exponential", "complete"])
 def test_gossip_graphs_are_drawn(graph, tmp_path):
     for workers in (1, 8):
