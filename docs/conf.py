@@ -156,8 +156,8 @@ def write_mathml(translator, node):
 
 
 def lead_elsewhere(app, docname, source):
-    """Makes links out of docs/ lead to pages; recipes list the code of examples."""
-    if docname == "recipes":
+    """Makes links out of docs/ lead to pages; two of them list the code of examples."""
+    if docname in ("recipes", "frameworks"):
         linked = dict.fromkeys(re.findall(EXAMPLE, source[0]))
         source[0] += "".join(LISTING.format(path=path, name=name) for path, name in linked)
     for pattern, target in ELSEWHERE.items():
