@@ -172,7 +172,9 @@ def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Tran
             back = received.get(fields.get("host_transfer_rendezvous"), line)
             at, _ = ends.get(back.name, ends.get(line.name, (i, line)))
             kind = MEGASCALE.get(fields.get("megascale_transfer_type", ""), "send")
-            yield _Transfer(kind, line, _message(line), i, at)
+            # The type of a send is (message, context, token).
+            message = nbytes(line.type.partition(", u32[]")[0])
+            yield _Transfer(kind, line, message, i, at)
     yield from _fused(program, lines)
 
 
@@ -213,11 +215,6 @@ def _inside(program: Program, line: Instruction) -> Iterator[Instruction]:
 
 def _fields(line: Instruction) -> dict[str, str]:
     return {name: a or b for name, a, b in FIELD.findall(line.attributes)}
-
-
-def _message(line: Instruction) -> int:
-    """The bytes of a send, whose type is (message, context, token)."""
-    return nbytes(line.type.partition(", u32[]")[0])
 
 
 # Bytes

@@ -191,16 +191,12 @@ def gpu(kind: str, hosts: int = 1, each: int = 8) -> Pod:
 def pod_of(devices: Iterable[jax.Device]) -> Pod:
     """Describes a cluster by its devices, which may also be real ones."""
     devices = tuple(devices)
-    kind, unit = devices[0].device_kind, "slice" if _platform(devices) == "tpu" else "host"
+    kind, unit = devices[0].device_kind, "slice" if devices[0].platform == "tpu" else "host"
     known = (*chips.TPUS.values(), *chips.GPUS.values())
     chip = next((chip for chip in known if chip.kind == kind), None)
     groups = len({_across(device, unit) for device in devices})
     name = f"{groups} {unit}{'s' * (groups > 1)} of {kind}"
     return _pod(name, devices, chip, groups, unit)
-
-
-def _platform(devices: Sequence[jax.Device]) -> str:
-    return devices[0].platform
 
 
 def _pod(

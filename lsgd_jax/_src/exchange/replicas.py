@@ -6,7 +6,6 @@ messages, and shards inside a replica stay unknown. Here the replicas' mesh axis
 manual, as in `Workers.map`, so that the messages are those of `Workers`.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,7 +105,10 @@ class Rows(NamedTuple):
 
         @custom_vmap
         def on_devices(*leaves: Any) -> Tree:
-            with _returned(self.along):
+            from jax._src.core import remove_explicit_mesh_axis_names
+
+            # Gives an explicit axis back to the mesh, from which `jax.vmap` has taken it.
+            with remove_explicit_mesh_axis_names((self.along,)):
                 return jax.shard_map(
                     on_device,
                     mesh=self.mesh,
@@ -154,10 +156,3 @@ def _vmapped_mesh_axes() -> frozenset[str]:
         return env.spmd_axis_names | env.explicit_mesh_axis_names
     except (ImportError, AttributeError):
         return frozenset()
-
-
-def _returned(axis: str) -> contextlib.AbstractContextManager:
-    """Gives an explicit axis back to the mesh, from which `jax.vmap` has taken it."""
-    from jax._src.core import remove_explicit_mesh_axis_names
-
-    return remove_explicit_mesh_axis_names((axis,))

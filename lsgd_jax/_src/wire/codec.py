@@ -71,7 +71,8 @@ class Codec:
           tree: arrays of floats count as 0 where they are not finite.
           key: random key for stochastic rounding.
         """
-        return self.encode_buffers(self.pack(tree), key)
+        message, _ = self.round_buffers(self.pack(tree), key)
+        return message
 
     def error(self, tree: Tree, message: Message) -> Tree:
         """The quantization error of a tree's message, in float32 where it was rounded."""
@@ -83,11 +84,6 @@ class Codec:
         return self.unpack(self.decode_buffers(message))
 
     # On the buffers that the tree lies in
-
-    def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
-        """The message for the buffers."""
-        message, _ = self.round_buffers(buffers, key)
-        return message
 
     def round_buffers(
         self, buffers: list[Array], key: Array | None

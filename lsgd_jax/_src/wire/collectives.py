@@ -228,7 +228,12 @@ def any_bound(axes: Sequence[str]) -> bool:
 
 def _not_bound(axis: str) -> str:
     """The message about an axis that is not bound here: the axes that are, and the way."""
-    names = [name for name in _bound_axes() if isinstance(name, str)]
+    try:  # jax has no public function for the names of all bound axes
+        from jax._src.core import get_axis_env
+
+        names = [name for name in get_axis_env().axis_names() if isinstance(name, str)]
+    except (ImportError, AttributeError):
+        names = []
     if names:
         bound = " and ".join(map(repr, names))
         return (
@@ -242,16 +247,6 @@ def _not_bound(axis: str) -> str:
         "a mesh of your own under `lj.Workers(mesh=mesh, axes=...).map`, or in a "
         f"`jax.shard_map`, `jax.vmap` or `jax.pmap` with an axis of the name {axis!r}"
     )
-
-
-def _bound_axes() -> tuple[Any, ...]:
-    """The names of all bound axes, for messages; jax has no public function for them."""
-    try:
-        from jax._src.core import get_axis_env
-
-        return tuple(get_axis_env().axis_names())
-    except (ImportError, AttributeError):
-        return ()
 
 
 # Permutations

@@ -128,7 +128,7 @@ class EncodedGroup(Group):
 
         def send(codec: Codec, t: Array, tree: Tree, kept: WireState, source: Array) -> Any:
             v, r = codec.pack(tree), codec.pack(_reference(kept))
-            message = codec.encode_buffers(list(map(_minus, v, r)), self._key(t))
+            message, _ = codec.round_buffers(list(map(_minus, v, r)), self._key(t))
             self._count(message)
             q = codec.decode_buffers(self.channel.broadcast(message, source))
             z = list(map(_plus, v, r, q))

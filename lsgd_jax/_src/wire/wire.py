@@ -150,21 +150,12 @@ class Wire:
             return Cut.of(shape, parts)
         return Cut.flat(shape, parts, self.block)
 
-    def encode(self, x: Array, layout: Layout, key: Array | None = None) -> "Coded":
-        """Encodes a buffer of finite floats.
-
-        Args:
-          x: the buffer.
-          layout: its blocks.
-          key: random key for stochastic rounding; None rounds to nearest.
-        """
-        message, _ = self.rounded(x, layout, key)
-        return message
-
     def rounded(
         self, x: Array, layout: Layout, key: Array | None = None
     ) -> tuple["Coded", Array]:
-        """The message of a buffer x, see `encode`, and Q(x) in float32.
+        """The message of a buffer x of finite floats, and Q(x) in float32.
+
+        With a random key it rounds stochastically, without one to nearest.
 
         Q(x) is decoded from codes that are not packed yet: XLA for TPUs would write down
         what it unpacks.

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -257,7 +256,9 @@ def center(params: Tree, opt_state: Tree) -> Tree:
         )
     leaves, treedef = jax.tree.flatten(params)
     centers = map(treedef.flatten_up_to, _centers(opt_state))
-    pieces = [list(filter(_is_leaf, each)) for each in zip(*centers)] or [[]] * len(leaves)
+    pieces = [
+        [x for x in each if not isinstance(x, optax.MaskedNode)] for each in zip(*centers)
+    ] or [[]] * len(leaves)
     if not any(pieces):
         return consensus(params)
     # A method moves no center of leaves that it does not exchange.
@@ -279,10 +280,6 @@ def _centers(opt_state: Tree) -> Iterator[Tree]:
         value = to_device(shared.value)
         # Each group of workers has its own center: return their mean.
         yield value if is_shared(shared) else consensus(value)
-
-
-def _is_leaf(node: Any) -> bool:
-    return not isinstance(node, optax.MaskedNode)
 
 
 def _joined(pieces: Sequence[Array], x: Array) -> Array:

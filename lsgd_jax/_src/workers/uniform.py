@@ -175,7 +175,8 @@ class _Analysis:
         (body,) = jaxprs_of(eqn)
         # Scanned arrays have one axis more outside than inside. Versions of jax differ in
         # the names of the parameters that count them.
-        kept = lambda outer, inner: sum(map(_same_rank, outer, inner))
+        rank = lambda v: len(getattr(v.aval, "shape", ()))
+        kept = lambda outer, inner: sum(rank(x) == rank(y) for x, y in zip(outer, inner))
         second = kept(eqn.invars, body.invars)
         first = second - kept(eqn.outvars, body.outvars)
         constants, xs = operands[:first], operands[second:]
@@ -225,11 +226,6 @@ def axes_of(eqn: Any) -> Axes:
 
 def _name(eqn: Any) -> str:
     return eqn.primitive.name.removesuffix("_start")
-
-
-def _same_rank(x: Any, y: Any) -> bool:
-    rank = lambda v: len(getattr(v.aval, "shape", ()))
-    return rank(x) == rank(y)
 
 
 def jaxprs_of(eqn: Any) -> list[Jaxpr]:

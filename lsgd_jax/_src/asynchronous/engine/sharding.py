@@ -7,7 +7,7 @@ in everything that arrives by placing it shard by shard.
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -45,14 +45,12 @@ class Sharding:
         """Returns a tree of arrays on the devices; each receives only its shards."""
         return jax.device_put(tree, self.of(tree))
 
-    def constrain(self, tree: Tree) -> Tree:
-        """Returns the tree, in this layout; for compiled functions."""
-        return lax.with_sharding_constraint(tree, self.of(tree))
-
 
 def constrained(tree: Tree, sharding: Sharding | None) -> Tree:
     """Returns the tree in a layout, or as it is on one device; for compiled functions."""
-    return tree if sharding is None else sharding.constrain(tree)
+    return (
+        tree if sharding is None else lax.with_sharding_constraint(tree, sharding.of(tree))
+    )
 
 
 @functools.cache
@@ -90,7 +88,8 @@ def sharding_of(params: Tree) -> Sharding | None:
         on a mesh that `check_mesh` refuses.
     """
     leaves, treedef = jax.tree.flatten(params)
-    if not (spread_out := list(_spread_out(leaves))):
+    arrays = [x for x in leaves if isinstance(x, Array)]
+    if not (spread_out := [x for x in arrays if len(x.sharding.device_set) > 1]):
         return None
     meshes = {getattr(x.sharding, "mesh", None) for x in spread_out}
     mesh = meshes.pop()
@@ -101,7 +100,7 @@ def sharding_of(params: Tree) -> Sharding | None:
         )
     check_mesh(mesh)
     specs = tuple(x.sharding.spec if _is_on(x, mesh) else Spec() for x in leaves)
-    return _sharding(mesh, treedef, tuple(map(_shape, leaves)), specs)
+    return _sharding(mesh, treedef, tuple(tuple(jnp.shape(x)) for x in leaves), specs)
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -120,14 +119,5 @@ def _sharding(mesh: Mesh, treedef: Any, shapes: tuple, specs: tuple) -> Sharding
     return Sharding(mesh, treedef.unflatten(like), specs)
 
 
-def _spread_out(leaves: Iterable[Any]) -> Iterator[Array]:
-    arrays = (x for x in leaves if isinstance(x, Array))
-    return (x for x in arrays if len(x.sharding.device_set) > 1)
-
-
 def _is_on(x: Any, mesh: Mesh) -> bool:
     return isinstance(x, Array) and getattr(x.sharding, "mesh", None) == mesh
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(jnp.shape(x))

@@ -237,7 +237,8 @@ class _Compiled:
     ):
         self._pulls, self._grid, self._sharding = pulls, grid, sharding
         self.init: Any = jax.jit(self._init)
-        self.local, self.all_finite = jax.jit(self._local), jax.jit(self._all_finite)
+        self.local = jax.jit(self._local)
+        self.all_finite = jax.jit(lambda params: trees.all_finite(trees.floats(params)))
         self.land = [jax.jit(functools.partial(self._land, pull)) for pull in pulls]
 
     def _init(self, params: Tree) -> tuple[PullState, ...]:
@@ -255,9 +256,6 @@ class _Compiled:
         y = trees.apply_updates(x, trees.refill(step, u))
         states = tuple(map(self._kept, self._pulls, states))
         return constrained(y, self._sharding), states, counts
-
-    def _all_finite(self, params: Tree) -> Any:
-        return trees.all_finite(trees.floats(params))
 
     def _land(
         self, pull: Pull, y: Tree, target: Target, state: PullState, is_finite, t
