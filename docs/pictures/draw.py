@@ -497,17 +497,26 @@ LINES = {  # the rows of the table, and how the picture calls them
 }
 
 
+CHANCE = 4 / 3  # equal steps differ by up to a third, says the page
+
+
 @plt.rc_context({"font.size": 11.5})
 def draw_gain():
-    """Seconds to an error at three rates, on logarithmic scales."""
+    """Seconds to an error at three rates, on logarithmic scales.
+
+    Each band covers the measurements and their noise, and never falls: a slower network
+    cannot be faster.
+    """
     page = (HERE.parent / "results" / "slow_networks.md").read_text()
     rates = 1000, 100, 10  # Mbit/s, the order of the columns
     figure, axes = plt.subplots(figsize=(7.4, 3.1))
     ends = {}
     for (row, label), color in zip(LINES.items(), COLORS):
         cells = re.search(rf"^\| {row} \|(.*)\|$", page, re.M)[1].split("|")
-        seconds = [float(cell) for cell in cells[3:]]
-        axes.plot(rates, seconds, "o-", color=color, markersize=5)
+        seconds = np.array([float(cell) for cell in cells[1:]])
+        low = np.minimum.accumulate(seconds[::-1])[::-1] / CHANCE**0.5
+        high = np.maximum.accumulate(seconds) * CHANCE**0.5
+        axes.fill_between(rates, low, high, color=color, alpha=0.4, lw=0)
         ends[label] = seconds[-1], color
     height = 0.0  # labels keep a distance from one another
     for label, (seconds, color) in sorted(ends.items(), key=lambda item: item[1][0]):
@@ -518,7 +527,7 @@ def draw_gain():
     axes.set_xticks(rates, ["1 Gbit/s", "100 Mbit/s", "10 Mbit/s"])
     axes.set_yticks([30, 100, 300, 700], ["30 s", "100 s", "300 s", "700 s"])
     axes.minorticks_off()
-    title = "time to a test error of 55 % on CIFAR-10, four workers"
+    title = "time to a test error of 55 % on CIFAR-10, four workers (bands: timing noise)"
     axes.set_title(title, loc="left", pad=10)
     figure.subplots_adjust(right=0.62)
     save(figure, "gain")
