@@ -11,6 +11,7 @@ from jax import Array
 from lsgd_jax._src.exchange import traffic
 from lsgd_jax._src.exchange.aggregate import AggregateState
 from lsgd_jax._src.exchange.agreement import names
+from lsgd_jax._src.exchange.rotation import each_of
 from lsgd_jax._src.exchange.step import ExchangeState
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.shared import WORKER_AXES
@@ -123,7 +124,9 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
         if isinstance(node, AggregateState):
             found.append(_of(node, node, None))
         else:
-            found += [_of(node, pull, pull.rule) for pull in node.pulls]
+            lead = jnp.ndim(node.count.value)
+            each = (pull for state in node.pulls for pull in each_of(state, lead))
+            found += [_of(node, pull, pull.rule) for pull in each]
     return tuple(found)
 
 

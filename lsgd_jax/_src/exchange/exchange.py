@@ -12,7 +12,7 @@ import optax
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
-from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange import kernel, parts, rotation
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.options import PullOptions, with_options
 from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, Sizes, all_phases, phase_at
@@ -147,7 +147,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             is_finite=jnp.asarray(True),
             misplaced=jnp.zeros([], jnp.int32),
             expected=unknown(x),
-            pulls=tuple(kernel.init(pull, x) for pull in pulls),
+            pulls=rotation.init(pulls, x),
         )
         # A program may donate parameters and state together, so they share no buffers.
         return trees.with_own_buffers(state, params)
@@ -178,7 +178,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             at = Step(pulls, state, plan)
             states = at.depart(x, state.pulls, loss)
             u, states, counts, is_finite = kernel.local(
-                pulls, x, u, loss, states, state.is_finite, at.t, check, extras
+                at.pulls, x, u, loss, states, state.is_finite, at.t, check, extras
             )
             u, after = at.arrive(x, x, u, states, counts, is_finite)
             # Elements of u can be read only if u is an array of its own. On a quiet step it

@@ -152,7 +152,7 @@ class Outer(ByValue):
         at = Step(self.method.pulls, before, plan)
         states = at.depart(y, before.pulls, loss)
         stepped, states, counts, is_finite = kernel.local(
-            self.method.pulls,
+            at.pulls,
             x,
             u,
             loss,
@@ -176,7 +176,7 @@ class Outer(ByValue):
         at = Step(self.method.pulls, before, plan)
         states, still = at.depart(y, before.pulls, loss), trees.zeros(y)
         u, states, counts = kernel.step_rules(
-            self.method.pulls, y, still, loss, states, at.t, extras
+            at.pulls, y, still, loss, states, at.t, extras
         )
         # x + 0 may have other bits than x: -0.0 becomes 0.0.
         if not trees.is_same(u, still):

@@ -41,7 +41,8 @@ def fragment(
 
     Leaves are taken in the order of `jax.tree.leaves`, and every run has at least one leaf.
     Leaves with a scan axis are cut along it: layer 0 of all of them comes first, then layer
-    1.
+    1. Pulls of all fragments, one after the other, share one state and their programs if
+    all leaves of the part have the axis and are cut into equal runs.
 
     Args:
       index: the index of the run, in 0..count-1.
@@ -126,15 +127,22 @@ def check_part(part: Part | None) -> None:
 
 
 class Run(NamedTuple):
-    """Indices from `start` to `stop` along an axis of a leaf."""
+    """`size` indices from `start`, which may be an array, along an axis of a leaf."""
 
     axis: int
-    start: int
-    stop: int
+    start: Any
+    size: int
 
     def of(self, leaf: Any) -> Any:
         """Returns this run of a leaf."""
-        return leaf[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
+        if isinstance(self.start, jax.Array):
+            return jax.lax.dynamic_slice_in_dim(leaf, self.start, self.size, self.axis)
+        indices = slice(self.start, self.start + self.size)
+        return leaf[(slice(None),) * self.axis + (indices,)]
+
+    def at(self, i: Any) -> "Run":
+        """The i-th of runs of this size."""
+        return self._replace(start=i * self.size)
 
 
 def select(part: Part | None, tree: Tree) -> Tree:
@@ -193,6 +201,9 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
     check_part(part)
     if part is None:
         return [True] * len(jax.tree.leaves(tree))
+    if isinstance(part, Fragment) and isinstance(part.index, jax.Array):
+        first = _runs_of_fragment(part._replace(index=0), tree)  # all are alike
+        return [isinstance(run, Run) and run.at(part.index) for run in first]
     if isinstance(part, Fragment):
         return _runs_of_fragment(part, tree)
     held = taken(part, tree)
@@ -208,6 +219,15 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
 def taken(part: Any, tree: Tree) -> list[bool]:
     """Returns for each leaf whether it is in a part that is no fragment."""
     return list(map(_taker(part), _paths(tree)))
+
+
+def cuts_all(fragment: Fragment) -> bool:
+    """Whether `scan_axis` is an axis of all leaves of the part, as far as paths tell."""
+    axes = fragment.scan_axis
+    if not isinstance(axes, Mapping):
+        return axes is not None
+    part: Any = fragment.part if _are_paths(fragment.part) else [""]
+    return all(any(_is_under(path, at) for at in axes) for path in part)
 
 
 def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
@@ -237,7 +257,7 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
             return owners.get(i) == fragment.index
         layers = leaf.shape[axis]
         mine = [k for k in range(layers) if owners[stack, layers, k] == fragment.index]
-        return Run(axis, mine[0], mine[-1] + 1) if mine else False
+        return Run(axis, mine[0], len(mine)) if mine else False
 
     return [run(i, leaf) for i, (_, leaf) in enumerate(leaves)]
 

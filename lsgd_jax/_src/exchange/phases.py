@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from lsgd_jax._src.exchange import rotation
 from lsgd_jax._src.exchange.branch import any_of, is_due
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.parts import Fragment
+from lsgd_jax._src.exchange.rotation import Rotation
 from lsgd_jax._src.shared import WORKER_AXES
 from lsgd_jax._src.wire.group import Group
 
@@ -26,6 +28,10 @@ Sizes = Mapping[str, int]  # of the axes of the workers
 
 class Phase(NamedTuple):
     """The pulls of a method that act at a step, by their indices; hashable.
+
+    Where `scan_axis` is an axis of all leaves of a part, its first fragment stands for all,
+    and the step count tells which of them it is. If they are not of equal shapes, the
+    program branches on it.
 
     Attributes:
       sends: the pulls that communicate: those with a delay at the start of the step, about
@@ -115,7 +121,9 @@ def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase
     ['send 0, land 0, round 0', 'send 0, land 0, round 1', 'send 0, land 0, round 0']
     """
     acts = [Turn.at(pull, t)[:3] for pull in pulls]
-    due = Phase(*(tuple(k for k, acts in enumerate(row) if acts) for row in zip(*acts)))
+    first = rotation.firsts(pulls)
+    who = lambda row: tuple(sorted({first[k] for k, acts in enumerate(row) if acts}))
+    due = Phase(*map(who, zip(*acts)))
     rounds = [_round_at(pulls[k], t, turns_of(pulls[k], sizes)) for k in due.sends]
     is_open = all(r is None for r in rounds)
     return due if is_open else due._replace(rounds=tuple(rounds))
@@ -197,15 +205,23 @@ class Plan(NamedTuple):
                 )
         return cls(phase, True)
 
-    def turns(self, pulls: Sequence[Pull], t: Array) -> list[Turn]:
-        """Returns what each pull does at step t."""
-        if self.phase is None:
-            return [Turn.at(pull, t) for pull in pulls]
-        rounds = dict(zip(self.phase.sends, self.phase.rounds))
-        return [
-            Turn(*(k in who for who in self.phase[:3]), round=rounds.get(k))
-            for k in range(len(pulls))
-        ]
+    def turns(
+        self, pulls: Sequence[Pull], slots: Mapping[int, Pull], t: Array
+    ) -> list[Turn]:
+        """Returns what each pull, or rotation of pulls, does at step t; see `slots`."""
+        if (phase := self.phase) is None:
+            return [Turn.at(pull, t) for pull in slots.values()]
+        first, (*who, rounds) = rotation.firsts(pulls), phase
+        round_of = dict(zip(phase.sends, rounds))
+
+        def turn(k: int, pull: Pull) -> Turn:
+            acts = [first[k] in each for each in who]
+            if first.count(first[k]) > 1 and not isinstance(pull, Rotation):
+                # Fragments that are not equal: the count decides which of them it is.
+                acts = [act and due for act, due in zip(acts, Turn.at(pull, t))]
+            return Turn(*acts, round=round_of.get(k))
+
+        return list(map(turn, slots.keys(), slots.values()))
 
     def differs(self, pulls: Sequence[Pull], t: Array) -> Any:
         """Returns whether the phase is another one than that of step t.
@@ -216,7 +232,8 @@ class Plan(NamedTuple):
         if self.phase is None:
             return False
         differ: list[Any] = []
-        for pull, turn in zip(pulls, self.turns(pulls, t)):
+        slots = rotation.slots(pulls, lambda *_: True)
+        for pull, turn in zip(slots.values(), self.turns(pulls, slots, t)):
             differ += [act != due for act, due in zip(turn[:3], Turn.at(pull, t))]
             if turn.round is not None:
                 turns = pull.rule.turns(Group(pull.rule.axes).size)

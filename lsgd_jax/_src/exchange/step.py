@@ -17,11 +17,12 @@ from jax import Array, lax
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.checks import check_step_count
-from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange import kernel, parts, rotation
 from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.kernel import Pull, PullState
 from lsgd_jax._src.exchange.memory import to_device, to_host
-from lsgd_jax._src.exchange.phases import Plan
+from lsgd_jax._src.exchange.phases import Plan, Turn
+from lsgd_jax._src.exchange.rotation import InTurn, PullStates, Rotation
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.packing import Packing
@@ -39,7 +40,7 @@ class ExchangeState(NamedTuple):
         left it; per worker.
       expected: float32 [k], the expected values of some elements of x; per worker; () in an
         `outer`.
-      pulls: the state of each pull.
+      pulls: the state of each pull, or of each `Rotation` of pulls.
     """
 
     count: Shared[Array]
@@ -58,6 +59,7 @@ class Step:
       plan: what is due.
 
     Attributes:
+      pulls: for each state its pull or `Rotation`.
       t: int32 scalar, the number of this step, counted from 1.
     """
 
@@ -67,8 +69,13 @@ class Step:
         self.t = jnp.asarray(optax.safe_increment(count))
         # The same t for branches and what stands in them; see `unbatched`.
         self._common = jnp.asarray(optax.safe_increment(unbatched(count)))
-        self._pulls, self._plan, self._state = pulls, plan, state
-        self._turns = plan.turns(pulls, self._common)
+        slots = dict(enumerate(pulls))
+        is_one = [isinstance(each, PullStates) for each in state.pulls]
+        if any(is_one):
+            slots = rotation.slots(pulls, lambda i, _: is_one[i])
+        self._method, self._plan, self._state = pulls, plan, state
+        self.pulls = tuple(slots.values())
+        self._turns = plan.turns(pulls, slots, self._common)
         self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
 
     def depart(
@@ -81,7 +88,7 @@ class Step:
           states: the pulls' states.
           loss: see `beside_a_gradient`.
         """
-        delayed = [k for k, pull in enumerate(self._pulls) if pull.delay]
+        delayed = [k for k, pull in enumerate(self.pulls) if pull.delay]
         if not delayed:
             return tuple(states)
 
@@ -90,21 +97,22 @@ class Step:
 
         due = any_of(*(self._turns[k].sends for k in delayed)) if self._plan.skips else True
         # A loaded checkpoint may be on the device.
-        kept = [kernel.placed(self._pulls[k], states[k], to_host) for k in delayed]
+        kept = [kernel.placed(self.pulls[k], states[k], to_host) for k in delayed]
         with beside_a_gradient(loss):
             sent = cond(due, send, lambda states: states, kept)
         after = dict(zip(delayed, sent))
         return tuple(after.get(k, state) for k, state in enumerate(states))
 
     def _send_pending(self, k: int, x: Tree, state: PullState) -> PullState:
-        pull = self._pulls[k]
+        pull = self.pulls[k]
 
-        def send(state: PullState) -> PullState:
-            like = parts.select(pull.part, x)
-            state, self._sent[k] = kernel.send_pending(
-                pull, like, state, self._common - 1, self._turns[k].round
+        def send(states: PullState) -> PullState:
+            turn = rotation.turn_of(pull, pull.sends_at, self._common, x)
+            like, state = parts.select(turn.pull.part, x), turn.take(states)
+            after, self._sent[k] = kernel.send_pending(
+                turn.pull, like, state, self._common - 1, self._turns[k].round
             )
-            return state
+            return turn.put(states, state, after)
 
         return cond(self._turns[k].sends, send, lambda state: state, state)
 
@@ -139,7 +147,7 @@ class Step:
             else each
             for k, each in enumerate(states)
         )
-        missed = self._plan.differs(self._pulls, self.t)
+        missed = self._plan.differs(self._method, self.t)
         return u, self._state._replace(
             count=Shared(self.t),
             is_finite=is_finite,
@@ -159,47 +167,70 @@ class Step:
         every, after = _Buffers.of(x, frame), []
         us, not_restored = every.packing.pack(u), jnp.asarray(False)
         is_finite &= every.all_finite(us)
-        for k, (pull, state) in enumerate(zip(self._pulls, states)):
-            own, takes_part = every, counts[k] & is_finite
-            if k and self._follows(k):
-                # Otherwise XLA fuses the pulls, and the targets of all of them stay alive.
-                us = lax.optimization_barrier(us)
-            mine = us
-            if pull.part is not None:
-                # Packing again what was unpacked costs nothing: XLA joins the slices.
-                u = every.packing.unpack(us)
-                part = functools.partial(parts.select, pull.part)
-                own = _Buffers.of(part(x), None if frame is None else part(frame))
-                mine = own.packing.pack(part(u))
-            land = functools.partial(self._land, k, own, takes_part)
-            keep = lambda us, state: (us, state, not_restored)
-            mine, state, restored = cond(self._turns[k].lands, land, keep, mine, state)
-            if pull.delay:
-                record = functools.partial(self._record, k, own, takes_part)
-                keep = lambda us, state: state
-                state = cond(self._turns[k].records, record, keep, mine, state)
+        for k, (pull, state) in enumerate(zip(self.pulls, states)):
+            for at, acts in self._acts(k):
+                turn = rotation.turn_of(pull, at, self._common, x)
+                if turn.fragment is not None:
+                    # A pull for each fragment has found this at the fragments before it.
+                    is_finite |= every.all_finite(us) & (turn.fragment > 0)
+                own, takes_part = every, counts[k] & is_finite
+                if k and self._follows(k):
+                    # Otherwise XLA fuses the pulls, and all their targets stay alive.
+                    us = lax.optimization_barrier(us)
+                mine, part = us, turn.pull.part
+                if part is not None:
+                    # Packing again what was unpacked costs nothing: XLA joins the slices.
+                    u = every.packing.unpack(us)
+                    of_part = functools.partial(parts.select, part)
+                    own = _Buffers.of(of_part(x), None if frame is None else of_part(frame))
+                    mine = own.packing.pack(of_part(u))
+                land = functools.partial(self._land, k, turn, own, takes_part)
+                keep = lambda us, states: (us, states, not_restored)
+                mine, state, restored = cond(acts.lands, land, keep, mine, state)
+                if pull.delay:
+                    record = functools.partial(self._record, turn, own, takes_part)
+                    keep = lambda us, states: states
+                    state = cond(acts.records, record, keep, mine, state)
+                if part is None:
+                    us, is_finite = mine, is_finite | restored
+                else:
+                    mine = parts.put_back(part, own.packing.unpack(mine), u)
+                    us = every.packing.pack(mine)
+                    # Restoring a part does not restore the other leaves.
+                    is_finite |= every.all_finite(us)
             after.append(state)
-            if pull.part is None:
-                us, is_finite = mine, is_finite | restored
-            else:
-                mine = parts.put_back(pull.part, own.packing.unpack(mine), u)
-                us = every.packing.pack(mine)
-                # Restoring a part does not restore the other leaves.
-                is_finite |= every.all_finite(us)
         u = every.packing.unpack(kernel.drop_non_finite_steps(every.xs, us), t=self._common)
         return u, tuple(after), is_finite
+
+    def _acts(self, k: int) -> list[tuple[Any, Turn]]:
+        """Returns what a pull does at this step, and the step of its period.
+
+        A rotation lands one fragment, and records another one.
+        """
+        pull, turn = self.pulls[k], self._turns[k]
+        if not isinstance(pull, Rotation):
+            return [(pull.offset, turn)]
+        lands = pull.offset, turn._replace(records=False)
+        records = pull.agrees_at, turn._replace(lands=False)
+        return [act for act in (lands, records) if act[1].arrives is not False]
 
     def _follows(self, k: int) -> bool:
         """Whether it is known that a pull lands, and an earlier one on the same leaves."""
         lands = lambda j: self._turns[j].lands is True
-        is_same = lambda j: are_equal(self._pulls[j].part, self._pulls[k].part)
+        is_same = lambda j: are_equal(self.pulls[j].part, self.pulls[k].part)
         return lands(k) and any(lands(j) and is_same(j) for j in range(k))
 
     def _land(
-        self, k: int, own: "_Buffers", takes_part: Array, us: list[Array], state: PullState
+        self,
+        k: int,
+        turn: InTurn,
+        own: "_Buffers",
+        takes_part: Array,
+        us: list[Array],
+        states: PullState,
     ) -> tuple[list[Array], PullState, Array]:
         """`kernel.land`, after `kernel.send` if the pull has no delay."""
-        pull, t = self._pulls[k], self._common
+        pull, t, state = turn.pull, self._common, (before := turn.take(states))
         if pull.delay:
             target: Any = kernel.placed(pull, state, to_device).pending
         else:
@@ -208,15 +239,23 @@ class Step:
                 pull, None, own.x, y, state, takes_part, t, round
             )
         target = target._replace(z=own.packing.pack(target.z))
-        return kernel.land(pull, own.xs, us, target, state, takes_part, t)
+        us, state, restored = kernel.land(pull, own.xs, us, target, state, takes_part, t)
+        return us, turn.put(states, before, state), restored
 
     def _record(
-        self, k: int, own: "_Buffers", takes_part: Array, us: list[Array], state: PullState
+        self,
+        turn: InTurn,
+        own: "_Buffers",
+        takes_part: Array,
+        us: list[Array],
+        states: PullState,
     ) -> PullState:
         """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
-        pull, y = self._pulls[k], own.packing.unpack(own.position(us))
+        pull, state = turn.pull, turn.take(states)
+        y = own.packing.unpack(own.position(us))
         pending = kernel.pending(pull, own.x, y, takes_part)
-        return kernel.placed(pull, state._replace(pending=pending), to_host)
+        after = kernel.placed(pull, state._replace(pending=pending), to_host)
+        return turn.put(states, state, after)
 
 
 class _Buffers(NamedTuple):

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from lsgd_jax._src.shared import Axes, Shared
@@ -42,10 +43,14 @@ class Traffic(NamedTuple):
             axes=dict.fromkeys(names),
         )
 
-    def of(self, every: int, sends_at: int) -> "Traffic":
-        """Returns the counters of a pull whose period may have changed since `init`."""
+    def of(self, every: int, sends_at: Any) -> "Traffic":
+        """Returns the counters of a pull whose period may have changed since `init`.
+
+        sends_at: an int, or int32 [F] for the pulls of a rotation.
+        """
+        period = np.broadcast_to(np.int32(every), np.shape(sends_at))
         return self._replace(
-            every=Shared(jnp.int32(every)), sends_at=Shared(jnp.int32(sends_at))
+            every=Shared(jnp.int32(period)), sends_at=Shared(jnp.int32(sends_at))
         )
 
     def sent(self, bytes_each: float) -> "Traffic":
@@ -62,7 +67,8 @@ class Traffic(NamedTuple):
     def each(self, bytes_each: float) -> "Traffic":
         """Returns the counters of a pull that sends so many bytes per exchange."""
         limbs = jnp.array(divmod(round(bytes_each), LIMB), jnp.int32)
-        return self._replace(bytes_each=Shared(limbs))
+        shape = self.bytes_each.value.shape
+        return self._replace(bytes_each=Shared(jnp.broadcast_to(limbs, shape)))
 
 
 def total(limbs: Any) -> int:

@@ -94,7 +94,7 @@ def test_streaming_diloco_is_that_of_maxtext(layers, overlap, alpha):
             f = late % F
             inner[:, f] = alpha * inner[:, f] + (1 - alpha) * outer[f]
         close(workers.fetch(x), tree(inner.astype(np.float32)))
-    assert len(method.phases()) == F
+    assert len(method.phases()) == 4  # the rest is recorded, sent, lands, or does nothing
     assert [level.misplaced.max() for level in lj.diagnostics(state)] == [0] * F
 
 

@@ -181,6 +181,55 @@ def test_stacked_layers_have_the_fragments_of_separate_layers(name):
     assert not lj.diagnostics(state)[0].misplaced.any()
 
 
+LATE = {"delay": 3, "scan_axis": 0}
+TURNS = {
+    "at_once": {"scan_axis": 0},
+    "int8": {**LATE, "wire": "int8"},
+    "by_path": {**LATE, "scan_axis": {"layers": 0}, "verify": True},
+    "guard": {**LATE, "guard": lj.Guard(warmup=2, layerwise=True), "fragments": 2},
+    "unequal": {**LATE, "fragments": 3},
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(TURNS, fast=["int8", "unequal"]))
+def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name):
+    """In the memory of a host every fragment has a state and a program of its own.
+
+    A worker is not finite at one step, and restored.
+    """
+    options = {"fragments": 4, "part": ["layers"], **TURNS[name]}
+    period = 2 * options["fragments"]
+    make = functools.partial(lj.diloco, period, optax.sgd(0.7, 0.9), 0.3, **options)
+    workers, draw = lj.Workers(1, 2), np.random.default_rng(0).normal
+    rows = lambda x: draw(size=(2, *x.shape)).astype(np.float32)
+    tree = {name: np.zeros([4, *shape]) for name, shape in {"w": (3, 2), "b": (5,)}.items()}
+    tree = {"embed": np.zeros(7), "layers": tree}
+    start, *grads = [jax.tree.map(rows, tree) for _ in range(20)]
+    grads[7]["layers"]["w"][1, 2] = np.nan
+
+    def trained(method):
+        tx = optax.chain(optax.sgd(0.1), method)
+
+        def step(x, state, g, phase):
+            u, state = tx.update(g, state, x, phase=phase)
+            return lj.apply_updates(x, u), state
+
+        step = workers.map(step, static="phase")
+        x, seen = workers.put(start), []
+        state = workers.map(tx.init)(x)
+        for t, g in enumerate(grads, 1):
+            x, state = step(x, state, workers.put(g), phase=method.phase(t))
+            seen.append(workers.fetch(x))
+        levels = lj.diagnostics(workers.fetch(state))
+        return (seen, lj.center(x, state), levels), step._cache_size(), state[1].pulls
+
+    found, programs, states = trained(make())
+    expected, *_ = trained(make(memory="host"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert sum(level.restored for level in found[2])[1] > 0
+    assert programs <= 4 and len(states) == (3 if name == "unequal" else 1)
+
+
 @pytest.mark.parametrize("count", [4, 6])
 @pytest.mark.parametrize("scan_axis", [0, {"layers": 0}], ids=["all", "by_path"])
 def test_fragments_of_stacked_layers_have_the_same_size(count, scan_axis):

@@ -38,6 +38,12 @@ def test_the_phases_of_a_delay_beyond_one_step():
         "land 1",
     ]
     assert len(method.phases()) == 3 * 2 + 1
+    # Fragments of stacks of layers have one program for each act.
+    for count in (2, 4, 37):
+        stacked = lj.diloco(4 * count, fragments=count, delay=2, scan_axis=0)
+        acts = [str(stacked.phase(t)) for t in range(1, 5)]
+        assert acts == ["quiet", "record 0", "send 0", "land 0"]
+        assert {*stacked.phases()} == {*map(stacked.phase, range(1, 5))}
     # Before the first step there was none whose parameters could be sent.
     early = lj.exchange(lj.Pull(lj.rules.average(), 1.0, every=4, offset=1, delay=1))
     assert [str(early.phase(t)) for t in (1, 5)] == ["land 0", "send 0, land 0"]
