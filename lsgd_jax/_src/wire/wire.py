@@ -1,7 +1,6 @@
 """Wire formats: how parameters travel in fewer bits than they have."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import jax
@@ -83,7 +82,6 @@ class Wire:
         check_fraction("decay", self.decay)
 
     @classmethod
-    @functools.cache
     def of(cls, wire: "Wire | TopK | WireFormat") -> Any:
         """Returns the `Wire` of a name, a format or a format and its rounding.
 
@@ -93,10 +91,11 @@ class Wire:
         >>> lj.Wire.of("int8-stochastic") == lj.Wire("int8", rounding="stochastic")
         True
         """
-        if isinstance(wire, Wire | TopK):
-            return wire
-        check_option("wire", wire, get_args(WireFormat))
-        return cls(*cast(Any, wire.split("-")))
+        if isinstance(wire, str) and wire in BY_NAME:
+            return BY_NAME[wire]
+        if not isinstance(wire, Wire | TopK):
+            check_option("wire", wire, tuple(BY_NAME))
+        return wire
 
     @property
     def is_narrow(self) -> bool:
@@ -170,6 +169,10 @@ class Wire:
         """Decodes the message of a buffer x: Q(x) in float32."""
         codes = layout.arrived(unpacked(message.codes, self, layout.width, layout.along))
         return layout.array(dequantized(Coded(codes, message.scales), layout.along))
+
+
+# Each is made and checked once, because every update asks for its format by name.
+BY_NAME = {name: Wire(*cast(Any, name.split("-"))) for name in get_args(WireFormat)}
 
 
 class Coded(NamedTuple):

@@ -133,6 +133,9 @@ def _once(rule, wire, tree):
 
 
 def test_unknown_wire_formats_are_refused():
+    for unknown in ("int9", ["int8"], 8):
+        with pytest.raises(ValueError, match="`wire` must be one of"):
+            lj.local_sgd(2, wire=unknown)
     with pytest.raises(ValueError, match="`rounding` must be one of"):
         lj.Wire("int8", rounding="up")
     with pytest.raises(ValueError, match="`block` must be a positive int, got block=0"):
