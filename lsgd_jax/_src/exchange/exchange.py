@@ -12,11 +12,12 @@ import optax
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
-from lsgd_jax._src.exchange import kernel, parts, rotation
+from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.options import PullOptions, with_options
 from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, Sizes, all_phases, phase_at
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
+from lsgd_jax._src.exchange.rotation import Pulls
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule
 from lsgd_jax._src.exchange.step import ExchangeState, Step
 from lsgd_jax._src.explicit import with_automatic_axes
@@ -34,7 +35,7 @@ class Exchange(ByValue, optax.GradientTransformationExtraArgs):
     exchanges, and an exchange pickles as the call that made it.
     """
 
-    pulls: tuple[Pull, ...] = ()
+    pulls: Pulls = Pulls()
     check: Check = "due"
 
     def phase(self, step: int, sizes: Sizes | None = None) -> Phase:
@@ -134,7 +135,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
     [0.0, 0.0]
     [0.0, -4.0]
     """
-    pulls = tuple(with_options([*itertools.chain(*map(_pulls_of, given))], options))
+    pulls = Pulls(with_options([*itertools.chain(*map(_pulls_of, given))], options))
     is_strict = any(getattr(each, "check", "due") == "every_step" for each in given)
     check = options.get("check", "every_step" if is_strict else "due")
 
@@ -147,7 +148,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             is_finite=jnp.asarray(True),
             misplaced=jnp.zeros([], jnp.int32),
             expected=unknown(x),
-            pulls=rotation.init(pulls, x),
+            pulls=pulls.init(x),
         )
         # A program may donate parameters and state together, so they share no buffers.
         return trees.with_own_buffers(state, params)

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._src.exchange import rotation
 from lsgd_jax._src.exchange.branch import any_of, is_due
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.parts import Fragment
-from lsgd_jax._src.exchange.rotation import Rotation
+from lsgd_jax._src.exchange.rotation import Pulls, Rotation
 from lsgd_jax._src.shared import WORKER_AXES
 from lsgd_jax._src.wire.group import Group
 
@@ -110,7 +109,7 @@ def turns_of(pull: Pull, sizes: Sizes | None) -> tuple[int, ...]:
     return pull.rule.turns(math.prod(known[axis] for axis in axes))
 
 
-def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase:
+def phase_at(pulls: Pulls, t: int, sizes: Sizes | None = None) -> Phase:
     """Returns the phase of step t.
 
     >>> import lsgd_jax as lj
@@ -121,8 +120,7 @@ def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase
     ['send 0, land 0, round 0', 'send 0, land 0, round 1', 'send 0, land 0, round 0']
     """
     acts = [Turn.at(pull, t)[:3] for pull in pulls]
-    first = rotation.firsts(pulls)
-    who = lambda row: tuple(sorted({first[k] for k, acts in enumerate(row) if acts}))
+    who = lambda row: tuple(sorted({pulls.firsts[k] for k, acts in enumerate(row) if acts}))
     due = Phase(*map(who, zip(*acts)))
     rounds = [_round_at(pulls[k], t, turns_of(pulls[k], sizes)) for k in due.sends]
     is_open = all(r is None for r in rounds)
@@ -139,7 +137,7 @@ def _round_at(pull: Pull, t: Any, turns: Sequence[int]) -> Any:
     return jnp.asarray(turns)[(number - 1) % len(turns)]
 
 
-def all_phases(pulls: Sequence[Pull], sizes: Sizes | None = None) -> tuple[Phase, ...]:
+def all_phases(pulls: Pulls, sizes: Sizes | None = None) -> tuple[Phase, ...]:
     """Returns the phases of all steps from the second on, the quiet one last.
 
     >>> import lsgd_jax as lj
@@ -205,13 +203,11 @@ class Plan(NamedTuple):
                 )
         return cls(phase, True)
 
-    def turns(
-        self, pulls: Sequence[Pull], slots: Mapping[int, Pull], t: Array
-    ) -> list[Turn]:
+    def turns(self, pulls: Pulls, slots: Mapping[int, Pull], t: Array) -> list[Turn]:
         """Returns what each pull, or rotation of pulls, does at step t; see `slots`."""
         if (phase := self.phase) is None:
             return [Turn.at(pull, t) for pull in slots.values()]
-        first, (*who, rounds) = rotation.firsts(pulls), phase
+        first, (*who, rounds) = pulls.firsts, phase
         round_of = dict(zip(phase.sends, rounds))
 
         def turn(k: int, pull: Pull) -> Turn:
@@ -223,7 +219,7 @@ class Plan(NamedTuple):
 
         return list(map(turn, slots.keys(), slots.values()))
 
-    def differs(self, pulls: Sequence[Pull], t: Array) -> Any:
+    def differs(self, pulls: Pulls, t: Array) -> Any:
         """Returns whether the phase is another one than that of step t.
 
         Raises:
@@ -232,7 +228,7 @@ class Plan(NamedTuple):
         if self.phase is None:
             return False
         differ: list[Any] = []
-        slots = rotation.slots(pulls, lambda *_: True)
+        slots = pulls.slots(lambda *_: True)
         for pull, turn in zip(slots.values(), self.turns(pulls, slots, t)):
             differ += [act != due for act, due in zip(turn[:3], Turn.at(pull, t))]
             if turn.round is not None:

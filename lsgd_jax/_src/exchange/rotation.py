@@ -5,6 +5,7 @@ one program serves all fragments.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -90,14 +91,6 @@ class Rotation(Pull):
     def _together(self, params: Tree) -> PullState:
         """The state of one pull of all fragments together."""
         return kernel.init(self.pull(None), params)
-
-
-def init(pulls: Sequence[Pull], params: Tree) -> tuple[PullState, ...]:
-    """Returns the states of pulls and rotations before the first step."""
-    each = slots(pulls, lambda _, rotation: rotation.is_uniform(params)).values()
-    is_one = lambda pull: isinstance(pull, Rotation)
-    begin = lambda pull: pull.init(params) if is_one(pull) else kernel.init(pull, params)
-    return tuple(map(begin, each))
 
 
 class InTurn(NamedTuple):
@@ -202,34 +195,45 @@ def _run(x: Any, one: Any) -> tuple[int, int]:
 # Rotations among the pulls. Phases must know them without the parameters.
 
 
-def firsts(pulls: Sequence[Pull]) -> list[int]:
-    """Returns for each pull the index of the first one of its rotation, or its own.
+class Pulls(tuple[Pull, ...]):
+    """The pulls of an exchange, in order."""
 
-    A rotation is a pull for each fragment of stacks of layers, one after the other, at
-    offsets of their own. They differ in nothing else. The rule does nothing on other steps,
-    and the state lies on the device.
-    """
-    found: list[int] = []
-    while (k := len(found)) < len(pulls):
-        found += [k] * _length(pulls[k:])
-    return found
+    @functools.cached_property
+    def firsts(self) -> list[int]:
+        """For each pull the index of the first one of its rotation, or its own.
 
+        A rotation is a pull for each fragment of stacks of layers, one after the other, at
+        offsets of their own. They differ in nothing else. The rule does nothing on other
+        steps, and the state lies on the device.
+        """
+        found: list[int] = []
+        while (k := len(found)) < len(self):
+            found += [k] * _length(self[k:])
+        return found
 
-def slots(
-    pulls: Sequence[Pull], is_one: Callable[[int, Rotation], bool]
-) -> dict[int, Pull]:
-    """Returns the pulls by index, with rotations at the index of their first pull.
+    def slots(self, is_one: Callable[[int, Rotation], bool]) -> dict[int, Pull]:
+        """Returns the pulls by index, with rotations at the index of their first pull.
 
-    is_one: whether a rotation has one state, given the position of that state.
-    """
-    found: dict[int, Pull] = {}
-    for k, group in itertools.groupby(enumerate(firsts(pulls)), lambda pair: pair[1]):
-        members = [pulls[i] for i, _ in group]
-        if len(members) > 1 and is_one(len(found), whole := Rotation.of(members)):
-            found[k] = whole
-        else:
-            found |= enumerate(members, k)
-    return found
+        is_one: whether a rotation has one state, given the position of that state.
+        """
+        found: dict[int, Pull] = {}
+        for k, group in itertools.groupby(enumerate(self.firsts), lambda pair: pair[1]):
+            members = [self[i] for i, _ in group]
+            if len(members) > 1 and is_one(len(found), whole := Rotation.of(members)):
+                found[k] = whole
+            else:
+                found |= enumerate(members, k)
+        return found
+
+    def init(self, params: Tree) -> tuple[PullState, ...]:
+        """Returns the states of the pulls and rotations before the first step."""
+
+        def start(pull: Pull) -> PullState:
+            is_one = isinstance(pull, Rotation)
+            return pull.init(params) if is_one else kernel.init(pull, params)
+
+        each = self.slots(lambda _, rotation: rotation.is_uniform(params))
+        return tuple(map(start, each.values()))
 
 
 def _length(pulls: Sequence[Pull]) -> int:

@@ -19,10 +19,10 @@ from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.checks import check_step_count
 from lsgd_jax._src.exchange import kernel, parts, rotation
 from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
-from lsgd_jax._src.exchange.kernel import Pull, PullState
+from lsgd_jax._src.exchange.kernel import PullState
 from lsgd_jax._src.exchange.memory import to_device, to_host
 from lsgd_jax._src.exchange.phases import Plan, Turn
-from lsgd_jax._src.exchange.rotation import InTurn, PullStates, Rotation
+from lsgd_jax._src.exchange.rotation import InTurn, Pulls, PullStates, Rotation
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.packing import Packing
@@ -63,7 +63,7 @@ class Step:
       t: int32 scalar, the number of this step, counted from 1.
     """
 
-    def __init__(self, pulls: Sequence[Pull], state: ExchangeState, plan: Plan):
+    def __init__(self, pulls: Pulls, state: ExchangeState, plan: Plan):
         count = state.count.value
         check_step_count(count)
         self.t = jnp.asarray(optax.safe_increment(count))
@@ -72,7 +72,7 @@ class Step:
         slots = dict(enumerate(pulls))
         is_one = [isinstance(each, PullStates) for each in state.pulls]
         if any(is_one):
-            slots = rotation.slots(pulls, lambda i, _: is_one[i])
+            slots = pulls.slots(lambda i, _: is_one[i])
         self._method, self._plan, self._state = pulls, plan, state
         self.pulls = tuple(slots.values())
         self._turns = plan.turns(pulls, slots, self._common)
