@@ -64,6 +64,11 @@ def train(name, workers=None, specs=None):
     return got
 
 
+def devices(folder, session):
+    """The number of devices of each process."""
+    return [jax.local_device_count(), jax.device_count()]
+
+
 def methods(folder, session):
     """Trains with every method and writes METHOD.npz. Returns sums of the parameters."""
     sums = {}
@@ -182,14 +187,15 @@ def main(name, folder, port, count, rank):
     """Does a job in this process, which joins the others as a trainer does."""
     from configs.digits import CONFIG
     from train.cluster import rendezvous
-    from train.config import DistributedConfig
+    from train.config import DistributedConfig, WorkersConfig
 
     job = globals()[name]
-    jax.config.update("jax_num_cpu_devices", getattr(job, "devices", 8) // int(count))
+    workers = WorkersConfig(nodes=2, locals=getattr(job, "devices", 8) // 2)
     options = DistributedConfig(
         coordinator=f"127.0.0.1:{port}", num_processes=int(count), process_id=int(rank)
     )
-    session = rendezvous.join(dataclasses.replace(CONFIG, distributed=options))
+    config = dataclasses.replace(CONFIG, workers=workers, distributed=options)
+    session = rendezvous.join(config)
     answer = job(pathlib.Path(folder), session)
     print("ANSWER " + json.dumps(answer), flush=True)
 

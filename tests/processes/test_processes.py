@@ -36,6 +36,11 @@ def run(job, folder, count, before=lambda i: [], cache=None):
     return [json.loads(answer) for (answer,) in answers], outputs
 
 
+def test_the_processes_together_have_a_cpu_device_for_each_worker(tmp_path):
+    answers, _ = run("devices", tmp_path, 2)
+    assert answers == [[4, 8]] * 2
+
+
 # The library
 
 

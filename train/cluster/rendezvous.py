@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax._src import distributed
 
 import lsgd_jax as lj
 import train
@@ -68,7 +69,8 @@ def join(config: Config) -> Session:
             # The port was free when it was chosen, before the processes were started.
             raise ConnectionError(f"the processes could not meet: {reason}") from error
         raise ValueError(f"started by {started.by}, but {reason}; {BY_ITSELF}") from error
-    provide(config.workers.devices, jax.process_count())
+    # `jax.process_count()` would create the devices, whose number must be set before.
+    provide(config.workers.devices, distributed.global_state.num_processes)
     session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:
