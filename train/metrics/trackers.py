@@ -11,9 +11,6 @@ from typing import Any, Protocol
 from train.process.messages import one_line
 
 
-# The packages by the names of their services.
-SERVICES = {"wandb": "Weights & Biases", "trackio": "trackio"}
-
 Event = Mapping[str, Any]  # with a kind, a step and seconds of training
 
 
@@ -73,8 +70,26 @@ class JsonLines:
             file.write(text)
 
 
+Opened = tuple[Any, Callable[[Mapping[str, float], int], None]]  # a run, and its log
+
+
+def _wandb(init: Any, kept: pathlib.Path, name: str, **given: Any) -> Opened:
+    run = init(name=name, id=_kept_id(kept), dir=str(kept.parent), **given)
+    # Its own steps only grow, and events of one step would collide.
+    return run, lambda sent, step: run.log({**sent, "step": step})
+
+
+def _trackio(init: Any, kept: pathlib.Path, name: str, **given: Any) -> Opened:
+    run = init(name=_kept_id(kept, f"{name}-"), **given)  # found by its name, without an id
+    return run, lambda sent, step: run.log(sent, step=step)
+
+
+# The name of each service, and the function that opens a run, by package.
+SERVICES = {"wandb": ("Weights & Biases", _wandb), "trackio": ("trackio", _trackio)}
+
+
 class Service:
-    """Sends the scalars of events to Weights & Biases or to trackio, which has its API.
+    """Sends the scalars of events to one of `SERVICES`.
 
     Training does not depend on it: an error is a warning, and the last one.
 
@@ -98,29 +113,20 @@ class Service:
         written: Mapping[str, int],
         warn: Callable[[str], None],
     ):
-        self._package, self._warn, self._run = package, warn, None
+        self._name, self._warn, self._run = SERVICES[package][0], warn, None
         kept = folder / f"{package}_id.txt"
         self._sent = written if kept.exists() else {}
-        self._attempt(lambda: self._open(project, folder.name, kept, dict(settings)))
+        given = {"project": project, "config": dict(settings), "resume": "allow"}
+        self._attempt(lambda: self._open(package, kept, folder.name, given))
 
-    def _open(self, project: str, name: str, kept: pathlib.Path, settings: Any) -> None:
-        opened = importlib.import_module(self._package).init
-        if self._package == "trackio":  # its runs have no id: it finds them by their name
-            who: dict[str, Any] = {"name": _kept_id(kept, f"{name}-")}
-        else:
-            who = {"name": name, "id": _kept_id(kept), "dir": str(kept.parent)}
-        self._run = opened(project=project, config=settings, resume="allow", **who)
+    def _open(self, package: str, kept: pathlib.Path, name: str, given: Any) -> None:
+        init = importlib.import_module(package).init
+        self._run, self._log = SERVICES[package][1](init, kept, name, **given)
 
     def write(self, event: Event) -> None:
-        sent = scalars(event)
-        if sent and event["step"] > self._sent.get(event["kind"], -1):
-            self._attempt(lambda: self._log(sent, event["step"], event["seconds"]))
-
-    def _log(self, sent: dict[str, float], step: int, seconds: float) -> None:
-        if self._run is not None and self._package == "trackio":
-            self._run.log({**sent, "seconds": seconds}, step=step)
-        elif self._run is not None:  # of its own, steps only grow, and kinds would collide
-            self._run.log({**sent, "step": step, "seconds": seconds})
+        sent, step = scalars(event), event["step"]
+        if self._run is not None and sent and step > self._sent.get(event["kind"], -1):
+            self._attempt(lambda: self._log({**sent, "seconds": event["seconds"]}, step))
 
     def close(self) -> None:
         ended, self._run = self._run, None
@@ -130,8 +136,8 @@ class Service:
         try:
             send()
         except Exception as error:  # they raise all kinds
-            self._run, name = None, SERVICES[self._package]
-            self._warn(f"nothing is sent to {name} any more: {one_line(error)}")
+            self._run = None
+            self._warn(f"nothing is sent to {self._name} any more: {one_line(error)}")
 
 
 def _kept_id(path: pathlib.Path, prefix: str = "") -> str:
