@@ -119,13 +119,7 @@ class Task:
         gradient = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
         (loss, stats), grads = gradient(state.params)
         updates, opt_state = self.tx.update(
-            grads,
-            state.opt_state,
-            state.params,
-            value=loss,
-            grad=grads,
-            value_fn=lambda params: loss_of(params)[0],
-            phase=phase,
+            grads, state.opt_state, state.params, value=loss, grad=grads, phase=phase
         )
         return updates, opt_state, stats, loss
 

@@ -113,14 +113,12 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
       bound. Its state, an `ExchangeState`, keeps its shapes, dtypes and shardings. Updates
       of parameters narrower than float32 are returned in float32, so that x + u rounds to
       the target on all workers. `update` takes the worker's loss as ``loss=`` or
-      ``value=``. For the methods that read them it takes the worker's gradient as ``grad=``
-      and its loss as a function of the parameters as ``value_fn=``.
+      ``value=``, and for the methods that read it the worker's gradient as ``grad=``.
 
     Raises:
       ValueError: an argument that is no pull or exchange; in `init`, a leaf to exchange
         that is complex or narrower than 16 bits; in `update`, no parameters, updates of
-        another structure or shape, the state of another method, or no `value_fn` for a
-        method that reads it.
+        another structure or shape, or the state of another method.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj

@@ -5,21 +5,16 @@ import inspect
 import pickle
 import typing
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
-from train.cluster.session import Session
 from train.config import OptimizerConfig, methods
 from train.config.methods import METHODS, ROWS
-from train.task.asynchronous import Place
-from train.task.experiment import Task, make_optimizer
-from train.task.state import TrainState
+from train.task.experiment import make_optimizer
 
 
 METHODS_OF_THE_LIBRARY = "lsgd_jax._src.methods", "lsgd_jax._src.contrib"
@@ -132,23 +127,6 @@ def test_clipping_follows_the_aggregation():
     optimizer = OptimizerConfig(learning_rate=1.0, clip=1.5)
     seen = steps_of(configured(methods.make("allreduce"), optimizer), steps=1)
     np.testing.assert_allclose(seen, [[-1.5, -1.5]])
-
-
-def test_the_step_passes_its_loss_as_a_function(monkeypatch):
-    """With it, peers judge workers."""
-    tiny.install(set=monkeypatch.setattr)
-    task = Task(tiny.SMALL, None, Place(0, 1, {}), print, Session())
-
-    def update(updates, state, params, *, value, value_fn, **_):
-        half = jax.tree.map(lambda x: x / 2, params)
-        return updates, jnp.stack([value, value_fn(params), value_fn(half)])
-
-    task.tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    params, source = task.first_variables()["params"], task.forward.source
-    state = TrainState(params, {}, (), jax.random.key(0), lj.Shared(jnp.int32(0)))
-    (batch,) = source.batches(range(1))
-    _, (value, same, other), *_ = jax.jit(task.learn)(state, source.data, batch)
-    assert value == pytest.approx(same) and value != pytest.approx(other)
 
 
 @pytest.mark.parametrize(
