@@ -107,13 +107,15 @@ def _slurm(environ: Mapping[str, str]) -> Started | None:
     names = "JOB_ID STEP_NODELIST NTASKS PROCID LOCALID"
     if any(f"SLURM_{name}" not in environ for name in names.split()):
         return None
-    if _int(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") <= 1:
+    size = _int(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if size <= 1:
         return None
     each = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     node = _int(environ, "SLURM_NODEID")
     counts = tasks_per_node(each)
     local_size = counts[node] if node < len(counts) else None
-    return Started("Slurm", {}, _int(environ, "SLURM_LOCALID"), local_size)
+    local_rank = _int(environ, "SLURM_LOCALID")
+    return Started("Slurm", {"num_processes": size}, local_rank, local_size)
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 import lsgd_jax as lj
 import train
@@ -69,8 +68,10 @@ def join(config: Config) -> Session:
             # The port was free when it was chosen, before the processes were started.
             raise ConnectionError(f"the processes could not meet: {reason}") from error
         raise ValueError(f"started by {started.by}, but {reason}; {BY_ITSELF}") from error
-    # `jax.process_count()` would create the devices, whose number must be set before.
-    provide(config.workers.devices, distributed.global_state.num_processes)
+    # `jax.process_count()` would create the devices, whose number must be set before. A
+    # process on CPUs that does not know it has one device.
+    devices = config.workers.devices
+    provide(devices, started.arguments.get("num_processes", devices))
     session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:

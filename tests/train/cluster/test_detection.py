@@ -54,9 +54,12 @@ def plain_host(monkeypatch):
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of no indexed Job
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
         (ADDRESS, None),
-        (SLURM, Started("Slurm", {}, 1, 4)),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Started("Slurm", {}, 1, 3)),
-        (SLURM | MPICH, Started("Slurm", {}, 1, 4)),  # srun --mpi=pmi2
+        (SLURM, Started("Slurm", {"num_processes": 8}, 1, 4)),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"},
+            Started("Slurm", {"num_processes": 8}, 1, 3),
+        ),
+        (SLURM | MPICH, Started("Slurm", {"num_processes": 8}, 1, 4)),  # srun --mpi=pmi2
         (OPEN_MPI_4, BY_OPEN_MPI_4),
         (OPEN_MPI_4 | SLURM, BY_OPEN_MPI_4),
         ({"TPU_WORKER_HOSTNAMES": "n1,n2"}, Started("Cloud TPU", {})),
