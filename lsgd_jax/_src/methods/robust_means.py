@@ -50,6 +50,8 @@ def agreed(
       (mean, found): a tree in float32 at least unless it is rounded, nan if no worker is
       finite; a bool scalar.
     """
+    if not jax.tree.leaves(tree):
+        return tree, jnp.asarray(True)  # a part without floats
     axes = known_axes()
     sizes = jax.sharding.get_abstract_mesh().shape
     devices = math.prod(sizes[name] for name in axes)

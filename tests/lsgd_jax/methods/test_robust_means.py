@@ -132,6 +132,13 @@ def test_a_sharded_worker_counts_every_coordinate_once():
         np.testing.assert_allclose(seen[name], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_without_floats_stays_as_it_is(kind):
+    pull, workers = lj.Pull(lj.rules.robust_mean(kind), 1.0), lj.Workers(1, 2)
+    (seen,) = exchanged(lj.exchange(pull), workers, {"n": jnp.array([[3], [4]])})[:1]
+    assert seen["n"].tolist() == [[3], [4]]
+
+
 @pytest.mark.parametrize(
     "build, message",
     [
