@@ -52,7 +52,7 @@ def assert_all_saved(trainers, run):
 @pytest.mark.slow
 def test_random_processes_are_killed_repeatedly(start, check_resumed, tmp_path):
     """kill -9 at random steps; the run ends bit-identical to an undisturbed one."""
-    run, chance, kills = tmp_path / "run", random.Random(0), 5
+    run, chance, kills = tmp_path / "run", random.Random(0), 3
     for kill in range(kills):
         trainers = start(4, *FOR_EVER, *["--resume"] * (kill > 0))
         wanted = reported(run) + chance.randrange(4, 12)

@@ -8,14 +8,19 @@ import sys
 import jax
 import numpy as np
 import pytest
-from trainers import ROOT, Trainers, checkpoints, free_port
+from trainers import HEARTBEAT_S, ROOT, Trainers, checkpoints, free_port
 
 import lsgd_jax as lj
 
 
 PROGRAM = ROOT / "examples" / "two_hosts.py"
 STEPS = 60
-HEARTBEAT_S = 30  # that of the example
+
+# Code that a process runs first, so that the loss of another one is noticed sooner.
+HASTY = (
+    "import jax; meet = jax.distributed.initialize; jax.distributed.initialize = "
+    f"lambda *a, **k: meet(*a, **(k | {{'heartbeat_timeout_seconds': {HEARTBEAT_S}}})); "
+)
 
 # Code that a process runs first, to take at most 20 steps per second.
 SLOWLY = (
@@ -35,7 +40,7 @@ class Hosts(Trainers):
         output = run / f"printed-{len(list(run.glob('printed-*')))}"
         options = ["--emulate", "2", "--steps", str(STEPS), *options]
         program = [[sys.executable, str(PROGRAM), *options]] * 2
-        super().__init__(output, [address, "2"], each, cache, before, program)
+        super().__init__(output, [address, "2"], each, cache, HASTY + before, program)
 
 
 def result(printed):
@@ -104,7 +109,7 @@ def test_a_killed_process_ends_the_other_one(lost, tmp_path, cache, undisturbed)
     with Hosts(tmp_path, cache, "--save-every", "5", before=SLOWLY) as hosts:
         hosts.until(lambda: max(checkpoints(tmp_path), default=0) >= 10 and unfinished())
         hosts.send(signal.SIGKILL, lost)
-        statuses = hosts.end(limit=2 * HEARTBEAT_S)
+        statuses = hosts.end(limit=90)
     assert statuses[lost] == -signal.SIGKILL and statuses[1 - lost] not in (0, None)
     check_resumed(tmp_path, cache, undisturbed, max(checkpoints(tmp_path)))
     assert not unfinished()
@@ -118,7 +123,7 @@ def test_a_process_that_raises_ends_the_other_one(tmp_path, cache, undisturbed):
         "(1 / (workers.owned[0] == 0 or next(turns)), slow(workers, *a))[1]; "
     )
     with Hosts(tmp_path, cache, before=SLOWLY + breaks) as hosts:
-        statuses = hosts.end(limit=3 * HEARTBEAT_S)
+        statuses = hosts.end(limit=90)
         assert "ZeroDivisionError" in hosts.printed(1)
     assert 0 not in statuses
     check_resumed(tmp_path, cache, undisturbed, 20)
