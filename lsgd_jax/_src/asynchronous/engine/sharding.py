@@ -53,6 +53,11 @@ def constrained(tree: Tree, sharding: Sharding | None) -> Tree:
     )
 
 
+def placed(tree: Tree, sharding: Sharding | None) -> Tree:
+    """Returns the tree as compiled functions take it: in an island as placed shards."""
+    return tree if sharding is None else sharding.put(tree)
+
+
 @functools.cache
 def cpu() -> jax.Device | None:
     """Returns the CPU as a device of this process; None if JAX_PLATFORMS leaves it out."""
@@ -69,13 +74,13 @@ def on_cpu(sharding: Sharding | None) -> contextlib.AbstractContextManager:
 def placed_like(tree: Tree, other: Tree) -> Tree:
     """Returns the other tree, on the devices of `tree` where these are several."""
 
-    def placed(like: Any, x: Any) -> Any:
+    def as_like(like: Any, x: Any) -> Any:
         is_spread = isinstance(like, Array) and len(like.sharding.device_set) > 1
         if not is_spread or getattr(x, "sharding", None) == like.sharding:
             return x
         return jax.device_put(x, like.sharding)
 
-    return jax.tree.map(placed, tree, other)
+    return jax.tree.map(as_like, tree, other)
 
 
 def sharding_of(params: Tree) -> Sharding | None:
@@ -99,7 +104,8 @@ def sharding_of(params: Tree) -> Sharding | None:
             f"{', '.join(sorted({str(x.sharding) for x in spread_out}))}"
         )
     check_mesh(mesh)
-    specs = tuple(x.sharding.spec if _is_on(x, mesh) else Spec() for x in leaves)
+    is_on = lambda x: isinstance(x, Array) and getattr(x.sharding, "mesh", None) == mesh
+    specs = tuple(x.sharding.spec if is_on(x) else Spec() for x in leaves)
     return _sharding(mesh, treedef, tuple(tuple(jnp.shape(x)) for x in leaves), specs)
 
 
@@ -117,7 +123,3 @@ def check_mesh(mesh: Mesh) -> None:
 def _sharding(mesh: Mesh, treedef: Any, shapes: tuple, specs: tuple) -> Sharding:
     like = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     return Sharding(mesh, treedef.unflatten(like), specs)
-
-
-def _is_on(x: Any, mesh: Mesh) -> bool:
-    return isinstance(x, Array) and getattr(x.sharding, "mesh", None) == mesh

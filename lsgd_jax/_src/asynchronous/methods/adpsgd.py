@@ -95,18 +95,18 @@ class ADPSGDWorker(Driver):
         answer = self.transport.ask(peer, "exchange", packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
 
-    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+    def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Moves half the way to a peer; takes the peer's snapshot if not finite."""
         if request.sent is None:
             if self.is_finite or not self.pull(answer.params, 1.0, False):
-                return
+                return False
             self._was_replaced = True
-        else:
-            half = half_way(request.sent, answer)
-            if not finite(half):
-                return
-            self.shift(half)
-        self.note_staleness(request)
+            return True
+        half = half_way(request.sent, answer)
+        if not finite(half):
+            return False
+        self.shift(half)
+        return True
 
     async def finish(self) -> None:
         """Lands the last request and the last moves; later exchanges move no worker."""

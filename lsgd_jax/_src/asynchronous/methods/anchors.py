@@ -59,15 +59,14 @@ class AnchorWorker(Driver):
     ):
         super().__init__(worker, peers)
         self.fragments, self._optimizer = fragments, optimizer
-        self.turn, self.outers = 0, list(map(self._start, fragments))
+        self.turn, host = 0, worker.on_host()
+        start = [combined(lambda x: x, parts.select(part, host)) for part in fragments]
+        states = [jax.tree.map(np.asarray, optimizer.init(anchor)) for anchor in start]
+        self.outers = list(map(Outer, start, states))
         # Quantization errors of the outer states that this worker gave to others. They are
         # added to the next ones, so that no pseudo-gradient is lost.
         self._errors: list[Tree] = [None] * len(fragments)
         self._posted: deque[int] = deque()
-
-    def _start(self, fragment: parts.Part | None) -> Outer:
-        anchor = combined(lambda x: x, parts.select(fragment, self.worker.on_host()))
-        return Outer(anchor, jax.tree.map(np.asarray, self._optimizer.init(anchor)))
 
     @property
     def anchor(self) -> Tree:
@@ -111,10 +110,6 @@ class AnchorWorker(Driver):
         self._posted.append(turn)
         if len(self._posted) > self.behind:
             self.transport.mailbox.drop(("anchor", self._posted.popleft()))
-
-    async def fetch(self, holder: int, turn: int) -> Outer | None:
-        """Returns the outer state of a turn; None if its holder has failed."""
-        return await or_none(self.transport.ask(holder, "fetch", ("anchor", turn)))
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's turn and outer states."""

@@ -27,6 +27,7 @@ from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
     Outer,
     delayed_nesterov,
+    or_none,
 )
 from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
 from lsgd_jax._src.checks import (
@@ -194,26 +195,23 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         await super().land_arrived()
 
     async def done(self) -> None:
-        """Restores the worker if it is not finite, and begins the turn that is due."""
+        """Restores the worker if it is not finite, offers answers, begins turns."""
         if not self.is_finite and not self.has_diverged:
             self.pull(self.anchor, 1.0, False)
             self.received = [self.worker.count] * self._count
-        self._post_answers()
+        # Answers to the next turns, one per fragment.
+        for number in range(self.turn + 1, self.turn + 1 + min(self._count, AHEAD)):
+            key = "fragment", number
+            if self._taken(number):
+                self.transport.mailbox.post(key, self._offer(number))
+            elif not self.is_finite:
+                self.transport.mailbox.drop(key)
         if not self.in_flight and (numbers := self._due()):
             turns = self._turns({number: self._offer(number) for number in numbers})
             self.in_flight[0] = InFlight(self.transport.start(turns), self.worker.count)
             self._sent = self.worker.count
 
-    def _post_answers(self) -> None:
-        """Leaves this worker's answers to the next turns, one per fragment."""
-        for number in range(self.turn + 1, self.turn + 1 + min(self._count, AHEAD)):
-            key = "fragment", number
-            if self._steps(number):
-                self.transport.mailbox.post(key, self._offer(number))
-            elif not self.is_finite:
-                self.transport.mailbox.drop(key)
-
-    def _steps(self, number: int) -> int:
+    def _taken(self, number: int) -> int:
         """Own steps since the worker received the fragment of a turn."""
         return self.worker.count - self.received[self._fragment(number)]
 
@@ -222,14 +220,14 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         worker, next_one = self.worker, self.turn + 1
         if (newest := max(self.turns().values())) > self.turn:
             return range(max(next_one, newest - self._count + 1), newest + 1)
-        is_due = worker.count - self._sent >= self._period and self._steps(next_one) > 0
+        is_due = worker.count - self._sent >= self._period and self._taken(next_one) > 0
         return range(next_one, next_one + is_due)
 
     def _offer(self, number: int) -> Callable[[], Snapshot]:
         """Returns a function that makes this worker's answer to a turn."""
         worker, p = self.worker, self._fragment(number)
         params, anchor, fragment = worker.params, self.outers[p].anchor, self.fragments[p]
-        steps = self._steps(number)
+        steps = self._taken(number)
         weight = learner_weight(self._tokens * steps, steps)
 
         def answer() -> Snapshot:
@@ -239,7 +237,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
         return answer
 
-    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+    def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Takes over the fragments of some turns, but for those that were lost."""
         worker, moved = self.worker, self.worker.on_host()
         mixed = lambda a, y: a + self._method.mixing * (y - a)
@@ -254,11 +252,11 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             mine = parts.select(self.fragments[p], moved)
             mine = combined(mixed, outer.anchor, mine)
             moved = parts.put_back(self.fragments[p], mine, moved)
-        self.note_staleness(request)
         if self.has_diverged:
             worker.is_finite = False
         elif self.is_finite:
             self.pull(moved, 1.0, True)
+        return True
 
     # A turn, while the worker takes further steps
 
@@ -273,15 +271,17 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         Returns:
           For each turn the outer state after it, or None if their holder has failed.
         """
-        return {number: await self._turn(number, offers[number]) for number in offers}
-
-    async def _turn(self, number: int, offer: Callable[[], Snapshot]) -> Outer | None:
-        taker = min(await self.transport.round(("turn", number), None, [self.worker.index]))
-        if taker != self.worker.index:
-            return await self.fetch(taker, number)
-        p = self._fragment(number)
-        outer = self._moved(p, await self._answers(number, offer()))
-        return self.give(p, outer, number)
+        outers, me = dict[int, Outer | None](), self.worker.index
+        for number, offer in offers.items():
+            taker = min(await self.transport.round(("turn", number), None, [me]))
+            if taker != me:
+                fetch = self.transport.ask(taker, "fetch", ("anchor", number))
+                outers[number] = await or_none(fetch)
+                continue
+            p = self._fragment(number)
+            outer = self._moved(p, await self._answers(number, offer()))
+            outers[number] = self.give(p, outer, number)
+        return outers
 
     async def _answers(self, number: int, mine: Snapshot) -> dict[int, Snapshot]:
         """Returns the answers of a quorum, and those that arrive within the grace.

@@ -118,29 +118,19 @@ class DiLoCoWorker(AnchorWorker):
         every = method.momentum_every or (1 if method.together else workers)
         outer = delayed_nesterov(method.learning_rate, method.momentum, every)
         super().__init__(worker, outer, [None])
-        self._method, self.begun = method, 0
+        self._method, self.begun, self.patience = method, 0, method.delay
         self._sent = 0  # own step after which it last sent a pseudo-gradient
 
     def stepped(self) -> None:
         """Sends the pseudo-gradient that is due."""
-        if not self.in_flight and self.worker.count - self._sent >= self._local_steps:
-            self._send()
-
-    def waits_for(self, request: InFlight) -> bool:
-        """Returns whether the steps of the delay are taken."""
-        return self.worker.count - request.since >= self._method.delay
-
-    @property
-    def _local_steps(self) -> int:
-        """H_i, from the speeds known so far."""
-        mine, status = self.worker.report.speed, self.worker.status
+        worker, method, status = self.worker, self._method, self.worker.status
+        # H_i, from the speeds known so far.
         known = [status.reports[i].speed for i in status.present] if status else []
-        fastest = max([mine, *known])
-        share = mine / fastest if fastest else 1.0
-        return max(1, round(self._method.local_steps * share))
-
-    def _send(self) -> None:
-        worker, method = self.worker, self._method
+        fastest = max([worker.report.speed, *known])
+        share = worker.report.speed / fastest if fastest else 1.0
+        local_steps = max(1, round(method.local_steps * share))
+        if self.in_flight or worker.count - self._sent < local_steps:
+            return
         sent, weight = worker.on_host(), 0.0
         if self.is_finite:
             taken = worker.count - self.begun
@@ -152,8 +142,8 @@ class DiLoCoWorker(AnchorWorker):
         self.in_flight[0] = InFlight(self.transport.start(turn), worker.count, sent=sent)
         self._sent = worker.count
 
-    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
-        """Continues from an anchor. Without one, the local steps are sent the next time."""
+    def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
+        """Continues from an anchor; reports its own staleness, that of the anchor."""
         worker, before, (turn, outer) = self.worker, self.turn, answer
         self.know(turn)
         self.take(0, outer)
@@ -165,6 +155,7 @@ class DiLoCoWorker(AnchorWorker):
             self.pull(self.anchor, 1.0, self.is_finite)
         else:
             self.shift(combined(operator.sub, self.anchor, request.sent))
+        return False
 
     # A turn, while the worker takes local steps
 
@@ -223,7 +214,8 @@ class DiLoCoWorker(AnchorWorker):
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
             if number > self.turn:
-                if (outer := await self.fetch(holder, number)) is not None:
+                fetch = self.transport.ask(holder, "fetch", ("anchor", number))
+                if (outer := await or_none(fetch)) is not None:
                     return outer
         return self.outers[0]
 

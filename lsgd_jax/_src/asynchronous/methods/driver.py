@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 import operator
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 from lsgd_jax._src.asynchronous.engine.contents import check_wire, combined, finite
 from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
-from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
+from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained, placed
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -45,8 +46,11 @@ class Peers:
       candidates: indices of the peers.
       seed: seed of the choices.
 
+    Attributes:
+      random: draws of this worker alone.
+
     >>> peers = Peers([0, 2], seed=(0, 1))
-    >>> peers.failed(2)
+    >>> peers.heard(2, has_answered=False)
     >>> peers.choose(), peers.is_tried(2)
     (0, True)
     """
@@ -54,17 +58,13 @@ class Peers:
     def __init__(self, candidates: Sequence[int], seed: Sequence[int] = ()):
         self._left_out = dict.fromkeys(candidates, 0)  # number of choices from now on
         self._failures = dict.fromkeys(candidates, 0)
-        self._random = np.random.default_rng(list(seed))
+        self.random = np.random.default_rng(list(seed))
 
     def choose(self) -> int | None:
         """Returns a random peer that is not left out, or None without one."""
         tried = [i for i, left in self._left_out.items() if not left]
         self.turn()
-        return int(self._random.choice(tried)) if tried else None
-
-    def draw(self, probability: float) -> bool:
-        """Returns True with a probability."""
-        return bool(self._random.random() < probability)
+        return int(self.random.choice(tried)) if tried else None
 
     def is_tried(self, i: int) -> bool:
         """Returns whether a worker is not left out."""
@@ -74,14 +74,11 @@ class Peers:
         """Counts one more choice."""
         self._left_out = {i: max(0, left - 1) for i, left in self._left_out.items()}
 
-    def failed(self, i: int) -> None:
-        """Notes that a peer has not answered."""
-        self._left_out[i] = 2 ** self._failures[i]
-        self._failures[i] = min(self._failures[i] + 1, MOST)
-
-    def answered(self, i: int) -> None:
-        """Notes that a peer has answered."""
-        self._left_out[i] = self._failures[i] = 0
+    def heard(self, i: int, has_answered: bool) -> None:
+        """Notes whether a peer has answered."""
+        failures = self._failures[i]
+        self._left_out[i] = 0 if has_answered else 2**failures
+        self._failures[i] = 0 if has_answered else min(failures + 1, MOST)
 
     async def answer(self, i: int | None, call: Awaitable[Any]) -> Any:
         """Waits for the answer of a peer, or of several (None); None if it fails."""
@@ -89,10 +86,10 @@ class Peers:
             answer = await call
         except UnreachableError:
             if i is not None:
-                self.failed(i)
+                self.heard(i, has_answered=False)
             return None
         if i is not None:
-            self.answered(i)
+            self.heard(i, has_answered=True)
         return answer
 
 
@@ -150,19 +147,27 @@ class Driver:
     """A method in one worker, which takes steps until all have taken W · steps together.
 
     A method is a policy: whom it asks before a step (`ask`) or after it (`stepped`,
-    `done`), for which answers it waits (`waits_for`), how they move the worker (`landed`),
-    and which attributes a restarted worker needs (`kept`). Requests in flight are in
-    `in_flight`, one per slot.
+    `done`), how answers move the worker (`landed`), and which attributes a restarted worker
+    needs (`kept`). Requests in flight are in `in_flight`, one per slot.
 
     Args:
       worker: the worker.
       peers: workers that it may ask.
       seed: seed of the choice among them.
       ahead: see `Worker.granted`.
+      steps: own steps after which the worker ends, in a method whose workers stay
+        together. Defaults to as many as the coordinator grants.
+
+    Attributes:
+      has_diverged: whether an anchor that all follow is not finite.
+      patience: own steps after which the worker waits for an answer in flight.
+      weight: the push-sum weight, by which updates are divided; None for 1.
     """
 
     kept: tuple[str, ...] = ()
-    has_diverged = False  # whether an anchor that all follow is not finite
+    has_diverged = False
+    patience: float = math.inf
+    weight: Any = None
 
     def __init__(
         self,
@@ -170,11 +175,12 @@ class Driver:
         peers: Iterable[int] = (),
         seed: Sequence[int] = (),
         ahead: bool = True,
+        steps: int | None = None,
     ):
         self.worker, self.transport = worker, worker.transport
         self.peers = Peers(list(peers), seed)
         self.in_flight: dict[int, InFlight] = {}
-        self._ahead = ahead
+        self._ahead, self._steps = ahead, steps
 
     # The policy
 
@@ -187,13 +193,9 @@ class Driver:
     async def done(self) -> None:
         """Sends requests after a step, after answers have landed."""
 
-    def waits_for(self, request: InFlight) -> bool:
-        """Returns whether the worker waits for an answer at the end of this step."""
-        del request
+    def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
+        """Moves the worker by an answer; returns whether it was mixed with the sender."""
         return False
-
-    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
-        """Moves the worker by the answer to a request."""
 
     async def join(self, number: int) -> None:
         """Takes part in barrier `number` of the coordinator, in methods that have any."""
@@ -211,22 +213,22 @@ class Driver:
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns the parameters after the worker's own step."""
         del t
-        y, is_finite = own_step(self.worker.sharding, x, u, loss)
+        y, is_finite = _own_step(self.worker.sharding, x, u, self.weight, loss)
         self.worker.is_finite = False if self.has_diverged else is_finite
         return y
 
     async def before_step(self) -> bool:
         """Returns whether there is another step to take, after any barrier that is due."""
-        if not await self.has_next():
+        if self._steps is None:
+            has_next = await self.worker.granted(self.join, self._ahead)
+        else:
+            has_next = self.worker.count < self._steps
+        if not has_next:
             await self.finish()
             self.worker.publish()
             return False
         self.ask()
         return True
-
-    async def has_next(self) -> bool:
-        """Returns whether there is another step to take."""
-        return await self.worker.granted(self.join, self._ahead)
 
     async def after_step(self) -> None:
         """Moves the worker by the answers that have arrived, and publishes it."""
@@ -235,15 +237,8 @@ class Driver:
         await self.done()
         self.worker.publish()
 
-    # The same for a program that takes the steps itself, see `Peer`
-
-    def sent(self) -> None:
-        """Publishes the parameters after a step of the program."""
-        self.stepped()
-        self.worker.publish()
-
     async def receive(self) -> None:
-        """Moves the worker by the answers that have arrived, and sends further requests."""
+        """Lands answers and asks again, for a program that takes the steps, see `Peer`."""
         await self.land_arrived()
         self.ask()
 
@@ -288,14 +283,15 @@ class Driver:
 
     async def land(self, slot: int = 0) -> None:
         """Waits for an answer and moves the worker by it."""
-        request = self.in_flight[slot]
-        if (answer := await self.answer(slot)) is not None:
-            self.landed(slot, request, answer)
+        request, answer = self.in_flight[slot], await self.answer(slot)
+        if answer is not None and self.landed(slot, request, answer):
+            self.worker.report.staleness = self.worker.count - request.since
 
     async def land_arrived(self) -> None:
         """Lands all answers that have arrived, and those for which the worker waits."""
         for slot, request in sorted(self.in_flight.items()):
-            if request.answer.done() or self.waits_for(request):
+            must_wait = self.worker.count - request.since >= self.patience
+            if request.answer.done() or must_wait:
                 await self.land(slot)
 
     # Moving the worker
@@ -314,27 +310,18 @@ class Driver:
         Raises:
           ValueError: z has another structure or other shapes than the parameters.
         """
-        worker = self.worker
+        worker, sharding = self.worker, self.worker.sharding
         check_same_tree("params", z, floats(worker.params))
         if not finite(z):
             return False
-        given = self._placed(z), jnp.float32(weight), np.bool_(is_finite)
-        worker.params = _pulled(worker.sharding, worker.params, *given)
+        given = placed(z, sharding), jnp.float32(weight), np.bool_(is_finite)
+        worker.params = _pulled(sharding, worker.params, *given)
         return True
 
     def shift(self, by: Tree) -> None:
         """Adds a tree to the parameters, which keeps steps taken in the meantime."""
-        worker = self.worker
-        worker.params = _shifted(worker.sharding, worker.params, self._placed(by))
-
-    def _placed(self, tree: Tree) -> Tree:
-        """Returns a tree as compiled functions take it: in an island as placed shards."""
-        sharding = self.worker.sharding
-        return tree if sharding is None else sharding.put(tree)
-
-    def note_staleness(self, request: InFlight) -> None:
-        """Reports how many own steps were taken while a request was in flight."""
-        self.worker.report.staleness = self.worker.count - request.since
+        worker, sharding = self.worker, self.worker.sharding
+        worker.params = _shifted(sharding, worker.params, placed(by, sharding))
 
 
 def _in_type_of(own: Any, new: Any) -> Any:
@@ -344,8 +331,13 @@ def _in_type_of(own: Any, new: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def own_step(sharding: Sharding | None, x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
-    """Returns x + u, and whether it and the loss are finite, see `kernel.settle`."""
+def _own_step(
+    sharding: Sharding | None, x: Tree, u: Tree, weight: Any, loss: Any
+) -> tuple[Tree, Any]:
+    """Returns x + u / w, and whether it and the loss are finite, see `kernel.settle`."""
+    if weight is not None:
+        scaled = jax.tree.map(lambda u: u / weight.astype(u.dtype), floats(u))
+        u = refill(scaled, u)
     is_trusted = jnp.isfinite(loss)
     step = kernel.settle(floats(x), widened(floats(u, x)), is_trusted, jnp.asarray(True))
     y = apply_updates(x, refill(step, u))

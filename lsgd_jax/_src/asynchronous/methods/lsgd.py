@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from lsgd_jax._src.asynchronous.engine.coordinator import Status
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.driver import (
     Driver,
@@ -103,33 +102,28 @@ class LSGDWorker(Driver):
         self._seen: list[dict[int, int]] = [{} for _ in levels]
 
     async def done(self) -> None:
-        """Asks for the snapshots that are due."""
-        if (status := self.worker.status) is not None:
-            for k in range(len(self._levels)):
-                if self._is_due(k, status) and k not in self.in_flight:
-                    self._ask_leader(k, status)
-
-    def _is_due(self, k: int, status: Status) -> bool:
-        """Whether all workers have taken W τ steps; steps taken again count once."""
+        """Asks the leaders of the levels on which all workers have taken W τ steps."""
+        if (status := self.worker.status) is None:
+            return
         total = sum(report.steps for report in status.reports.values())
-        budget = max(1, len(status.present)) * self._levels[k].period
-        self.counted[k] = min(self.counted[k], total)
-        pulls = (total - self.counted[k]) // budget
-        self.counted[k] += pulls * budget
-        return pulls > 0
+        for k, level in enumerate(self._levels):
+            budget = max(1, len(status.present)) * level.period
+            # Steps that a restarted worker takes again count once.
+            self.counted[k] = min(self.counted[k], total)
+            pulls = (total - self.counted[k]) // budget
+            self.counted[k] += pulls * budget
+            if not pulls or k in self.in_flight:
+                continue
+            self.peers.turn()
+            steps = {i: status.reports[i].steps for i in level.group}
+            moving = [i for i in steps if steps[i] > self._seen[k].get(i, 0)]
+            self._seen[k] = steps
+            leader = status.leader(filter(self.peers.is_tried, moving))
+            if leader is not None and leader != self.worker.index:
+                self.ask_snapshot(leader, slot=k)
 
-    def _ask_leader(self, k: int, status: Status) -> None:
-        self.peers.turn()
-        steps = {i: status.reports[i].steps for i in self._levels[k].group}
-        moving = [i for i in steps if steps[i] > self._seen[k].get(i, 0)]
-        self._seen[k] = steps
-        leader = status.leader(filter(self.peers.is_tried, moving))
-        if leader is not None and leader != self.worker.index:
-            self.ask_snapshot(leader, slot=k)
-
-    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+    def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Pulls the worker towards a leader's snapshot."""
         is_finite = self.is_finite and bool(jnp.isfinite(self.worker.score))
         weight = value_at(self._levels[slot].pull, jnp.int32(self.worker.count))
-        if self.pull(answer.params, jnp.clip(weight, 0, 1), is_finite):
-            self.note_staleness(request)
+        return self.pull(answer.params, jnp.clip(weight, 0, 1), is_finite)

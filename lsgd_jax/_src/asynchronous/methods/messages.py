@@ -190,7 +190,9 @@ class Conversation:
         is_small = sum(x.size for x in jax.tree.leaves(tree)) <= SMALL
         gather = collectives.gather_small if is_small else collectives.all_gather
         rows = await gather(key, tree, members)
-        absent = jax.tree.map(_absent, tree)
+        # The row of a worker that has failed: nan, or 0 for integers.
+        fill = lambda x: 0 if x.dtype == bool or x.dtype.kind in "iu" else np.nan
+        absent = jax.tree.map(lambda x: np.full_like(x, fill(x)), tree)
         trees = [rows.get(i, absent) for i in self._group]
         return jax.tree.map(lambda *x: np.stack(x), *trees), rows
 
@@ -214,9 +216,3 @@ def _renewed(changed: list[Any], state: PullState) -> PullState:
     leaves, treedef = jax.tree.flatten(state)
     after = [old if new is None else new for old, new in zip(leaves, changed)]
     return jax.tree.unflatten(treedef, after)
-
-
-def _absent(x: np.ndarray) -> np.ndarray:
-    """The row of a worker that has failed: nan, or 0 for integers."""
-    is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
-    return np.full_like(x, np.nan if is_float else 0)

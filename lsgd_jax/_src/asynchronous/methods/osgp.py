@@ -1,24 +1,20 @@
 """Overlap SGP: push-sum gossip beside the steps, which is D-PSGD on balanced graphs."""
 
 import dataclasses
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src.asynchronous.engine.contents import Snapshot, combined
-from lsgd_jax._src.asynchronous.engine.sharding import Sharding
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.driver import (
     Driver,
     FreeRunning,
     InFlight,
-    own_step,
 )
 from lsgd_jax._src.topology import Graph, exponential, for_group
-from lsgd_jax._src.trees import Tree, floats, refill
+from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
@@ -93,18 +89,14 @@ class OSGPWorker(Driver):
 
     def __init__(self, method: OSGP, worker: Worker, steps: int):
         workers = worker.transport.position.workers
-        super().__init__(worker, range(workers))
+        super().__init__(worker, range(workers), steps=steps)
         graph = for_group(method.topology)(workers)
         self._mixing = graph.mixing
         self._rounds = np.asarray(graph.round_at(jnp.arange(1, steps + 1)))
-        self._staleness, self._steps, self._workers = method.staleness, steps, workers
+        self.patience, self._workers = method.staleness, workers
         self.weight = np.float32(1)
         self._has_x = True  # False from a step that is not finite until a message lands
         self._error: Tree = None  # the quantization error of what this step gives away
-
-    async def has_next(self) -> bool:
-        """Returns whether there is another step: workers stay together, and count alone."""
-        return self.worker.count < self._steps
 
     async def finish(self) -> None:
         """Lands the last messages."""
@@ -113,34 +105,31 @@ class OSGPWorker(Driver):
 
     def ask(self) -> None:
         """Sends the message of the step and asks for those of the in-neighbors."""
-        t, me = self.worker.count + 1, self.worker.index
-        mixing, self._error = self._mixing_at(t), None
+        t, me, status = self.worker.count + 1, self.worker.index, self.worker.status
+        mixing, self._error = self._mixing[self._rounds[t - 1]], None
         if readers := len(self._neighbors(mixing[:, me])):
-            message = self._message(float(mixing[me, me])) if self._has_x else NOTHING
+            message = NOTHING
+            if self._has_x:
+                mailbox, kept = self.transport.mailbox, float(mixing[me, me])
+                packed, _, error = mailbox.encoded(self.worker.on_host())
+                message = Snapshot(packed, float(self.weight))
+                if error is not None:
+                    given = (1 - kept) * self.weight
+                    self._error = combined(lambda e: given * e, error)
+                self.weight *= kept
             self.transport.mailbox.post(("gossip", t), message, readers)
+        # Workers that take part, or have done so to the end, as far as is known.
+        there = range(self._workers)
+        if status is not None:
+            there = {*status.present, *status.finished}
         self.peers.turn()
         for peer in self._neighbors(mixing[me]):
-            if self.peers.is_tried(peer) and self._is_there(peer):
+            if self.peers.is_tried(peer) and peer in there:
                 answer = self.transport.ask(peer, "fetch", ("gossip", t))
                 slot = t * self._workers + peer
                 self.in_flight[slot] = InFlight(answer, self.worker.count, peer)
             else:
                 self.weight += float(mixing[me, peer])
-
-    def _message(self, kept: float) -> Snapshot:
-        """Returns the message of this worker, which keeps this share of its weight."""
-        packed, _, error = self.transport.mailbox.encoded(self.worker.on_host())
-        message = Snapshot(packed, float(self.weight))
-        if error is not None:
-            self._error = combined(lambda e: (1 - kept) * self.weight * e, error)
-        self.weight *= kept
-        return message
-
-    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
-        """Returns x + u / w."""
-        sharding = self.worker.sharding
-        y, self.worker.is_finite = _push_sum_step(sharding, x, u, self.weight, loss)
-        return y
 
     def stepped(self) -> None:
         """Takes back the quantization error of what the step has given away."""
@@ -148,14 +137,11 @@ class OSGPWorker(Driver):
         if self._error is not None and self._has_x:
             self.shift(combined(lambda e: e / self.weight, self._error))
 
-    def waits_for(self, request: InFlight) -> bool:
-        """Returns whether a message is σ steps old."""
-        return self.worker.count - request.since >= self._staleness
-
     async def land(self, slot: int = 0) -> None:
         """Waits for a message and adds it."""
         request = self.in_flight[slot]
-        share = float(self._mixing_at(request.since + 1)[self.worker.index, request.peer])
+        mixing = self._mixing[self._rounds[request.since]]
+        share = float(mixing[self.worker.index, request.peer])
         message = await self.answer(slot)
         if message is None:
             self.weight += share
@@ -164,16 +150,7 @@ class OSGPWorker(Driver):
             weight = self.weight + mass
             if self.pull(message.params, mass / weight, self._has_x):
                 self.weight, self._has_x = weight, True
-                self.note_staleness(request)
-
-    def _is_there(self, peer: int) -> bool:
-        """Whether a worker takes part, or has done so to the end, as far as is known."""
-        status = self.worker.status
-        return status is None or peer in {*status.present, *status.finished}
-
-    def _mixing_at(self, t: int) -> np.ndarray:
-        """The mixing matrix P of step t."""
-        return self._mixing[self._rounds[t - 1]]
+                self.worker.report.staleness = self.worker.count - request.since
 
     def _neighbors(self, shares: np.ndarray) -> list[int]:
         """The other workers with a share, given a row or a column of P."""
@@ -186,12 +163,3 @@ class OSGPWorker(Driver):
         for t in range(max(1, count - RECENT + 1), count + 1):
             # Workers that are some steps behind do not wait for what it never sends.
             self.transport.mailbox.post(("gossip", t), NOTHING)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _push_sum_step(
-    sharding: Sharding | None, x: Tree, u: Tree, weight: Any, loss: Any
-) -> tuple[Tree, Any]:
-    """Returns x + u / w, and whether it and the loss are finite."""
-    scaled = jax.tree.map(lambda u: u / weight.astype(u.dtype), floats(u))
-    return own_step(sharding, x, refill(scaled, u), loss)

@@ -108,14 +108,14 @@ class PairwiseWorker(Driver):
         """Asks a random peer with probability p, if no request is in flight."""
         t = jnp.int32(self.worker.count + 1)
         probability = float(value_at(self._method.fetch_probability, t))
-        if not self.in_flight and self.peers.draw(probability):
+        if not self.in_flight and self.peers.random.random() < probability:
             if (peer := self.peers.choose()) is not None:
                 self.ask_snapshot(peer)
 
-    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+    def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Mixes in a peer's snapshot."""
         if not np.isfinite(answer.measure):
-            return  # the peer's loss is not finite, or not known yet
+            return False  # the peer's loss is not finite, or not known yet
         method, is_finite = self._method, self.is_finite
         weight = _weight(
             method.interpolation,
@@ -125,7 +125,7 @@ class PairwiseWorker(Driver):
             method.divergence_threshold,
         )
         f = float(weight) if is_finite else 1.0
-        if self.pull(answer.params, f, is_finite):
-            if method.interpolation == "clock":
-                self.clock += f * (answer.measure - self.clock)
-            self.note_staleness(request)
+        is_mixed = self.pull(answer.params, f, is_finite)
+        if is_mixed and method.interpolation == "clock":
+            self.clock += f * (answer.measure - self.clock)
+        return is_mixed

@@ -63,7 +63,8 @@ class Peer:
         method: Any = worker.method
         worker.params, worker.loss, worker.count = params, float(loss), worker.count + 1
         worker.is_finite = math.isfinite(worker.loss) and bool(all_finite(params))
-        method.sent()
+        method.stepped()
+        worker.publish()
 
     def receive(self) -> Tree:
         """Returns the parameters sent last, mixed with a peer's if some have arrived.

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Coroutine
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
-from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
+from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained, placed
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.driver import Driver, InFlight
 from lsgd_jax._src.asynchronous.methods.messages import Conversation, alone
@@ -97,12 +96,13 @@ class PullsWorker(Driver):
 
     def __init__(self, method: Pulls, worker: Worker, steps: int):
         # A step claimed ahead would keep all other workers waiting at the next round.
-        super().__init__(worker, ahead=False)
+        own_steps = None if method.budget else steps
+        super().__init__(worker, ahead=False, steps=own_steps)
         # Asynchronous workers are never bit-identical, so there is nothing to verify.
         unverified = lambda pull: dataclasses.replace(pull, verify=False)
         self._pulls = tuple(map(unverified, method.exchange.pulls))
         self._period = method.period
-        self._steps, position = steps, worker.transport.position
+        position = worker.transport.position
         self._everyone = list(range(position.workers))
         self._conversations = [
             Conversation(worker.transport, pull, k) for k, pull in enumerate(self._pulls)
@@ -123,12 +123,6 @@ class PullsWorker(Driver):
         )
         return y
 
-    async def has_next(self) -> bool:
-        """Returns whether there is another step to take, after any round that is due."""
-        if self._period is None:
-            return self.worker.count < self._steps
-        return await super().has_next()
-
     async def land_arrived(self) -> None:
         """Sends and lands the pulls that are due by the worker's own count."""
         if self._period is None:
@@ -140,7 +134,9 @@ class PullsWorker(Driver):
     async def join(self, number: int) -> None:
         """Takes part in a round of the budget."""
         worker = self.worker
-        if number != self.rounds and any(map(_holds_shared, self.pulls)):
+        rules = [state.rule for state in self.pulls]
+        has_shared = any(map(is_shared, jax.tree.leaves(rules, is_leaf=is_shared)))
+        if number != self.rounds and has_shared:
             raise StaleWorkerError(f"worker {worker.index} has missed a round")
         joined = worker.transport.round(("join", number), None, self._everyone)
         came = await worker.wait(joined)
@@ -166,15 +162,20 @@ class PullsWorker(Driver):
         """
         if not any(sends) and not any(lands):
             return
-        transport, is_finite = self.transport, self._check()
+        worker, is_finite = self.worker, self._check()
         for k, pull in enumerate(self._pulls):
             counts = bool(self._counts[k]) and is_finite
             if pull.delay and lands[k] and k in self.in_flight:
                 is_finite |= await self._land(k, self.in_flight.pop(k), counts)
             if sends[k]:
+                x, y = (
+                    parts.select(pull.part, trees.floats(params))
+                    for params in (worker.x, worker.params)
+                )
                 among = set(here) if pull.delay else here  # it runs in the background
-                agreement = transport.start(self._agree(k, number, among, counts))
-                coming = InFlight(agreement, self.worker.count)
+                given = x, y, self.pulls[k], np.bool_(counts), np.int32(worker.count)
+                agreement = self._conversations[k].agree(number, among, *given)
+                coming = InFlight(self.transport.start(agreement), worker.count)
                 if pull.delay:
                     self.in_flight[k] = coming
                 else:
@@ -187,19 +188,6 @@ class PullsWorker(Driver):
         """Returns whether the worker was finite, and all its parameters are."""
         was_finite = bool(self._has_stayed_finite)
         return was_finite and bool(self._compiled.all_finite(self.worker.params))
-
-    def _agree(
-        self, k: int, number: int, here: set[int], is_finite: bool
-    ) -> Coroutine[Any, Any, Any]:
-        """Runs `kernel.send` for the worker's present state, also in the background."""
-        worker = self.worker
-        x, y = self._part(k, worker.x), self._part(k, worker.params)
-        given = x, y, self.pulls[k], np.bool_(is_finite), np.int32(worker.count)
-        return self._conversations[k].agree(number, here, *given)
-
-    def _part(self, k: int, tree: Tree) -> Tree:
-        """Returns the leaves that a pull exchanges."""
-        return parts.select(self._pulls[k].part, trees.floats(tree))
 
     async def _land(self, k: int, coming: InFlight, is_finite: bool) -> bool:
         """Runs `kernel.land`; returns whether the worker was restored."""
@@ -218,10 +206,10 @@ class PullsWorker(Driver):
     def take_over(self, state: Any) -> None:
         """Continues from another worker's state; discards what is in flight."""
         super().take_over(state)
-        sharding, clear = self.worker.sharding, jnp.asarray(True)
-        states = self.pulls if sharding is None else sharding.put(self.pulls)
+        clear = jnp.asarray(True)
         self.pulls = tuple(
-            s._replace(wire=s.wire.without_error(clear) if s.wire else ()) for s in states
+            s._replace(wire=s.wire.without_error(clear) if s.wire else ())
+            for s in placed(self.pulls, self.worker.sharding)
         )
         self._has_stayed_finite = np.bool_(True)
 
@@ -276,8 +264,3 @@ class _Compiled:
 
 
 _compiled = functools.lru_cache(maxsize=32)(_Compiled)
-
-
-def _holds_shared(state: PullState) -> bool:
-    """Returns whether the rule keeps values that must be equal on all workers."""
-    return any(map(is_shared, jax.tree.leaves(state.rule, is_leaf=is_shared)))

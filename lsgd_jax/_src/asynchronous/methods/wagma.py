@@ -122,16 +122,12 @@ class WAGMAWorker(Driver):
 
     async def done(self) -> None:
         """Takes the mean of the group."""
-        group = self._group()
-        self.peers.turn()
-        if len(group) > 1 and all(map(self.peers.is_tried, group)):
-            await self._mix(group)
-
-    def _group(self) -> list[int]:
         group = {self.worker.index}
         for hop in self._hops[(self.k - 1) % len(self._hops)]:
             group |= {i ^ hop for i in group}
-        return sorted(group)
+        self.peers.turn()
+        if len(group) > 1 and all(map(self.peers.is_tried, group)):
+            await self._mix(sorted(group))
 
     async def _mix(self, group: list[int]) -> None:
         worker, number, first = self.worker, self._number, self.rounds * self._most

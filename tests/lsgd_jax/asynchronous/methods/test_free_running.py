@@ -176,10 +176,10 @@ def test_a_peer_that_does_not_answer_is_asked_less_and_less_and_comes_back():
     for turn in range(300):
         if peers.choose() is not None:
             asked.append(turn)
-            peers.failed(7)
+            peers.heard(7, has_answered=False)
     gaps = [b - a for a, b in zip(asked, asked[1:])]
     assert gaps[:4] == [2, 3, 5, 9] and max(gaps) == 2**MOST + 1
     while peers.choose() is None:
         pass
-    peers.answered(7)
+    peers.heard(7, has_answered=True)
     assert [peers.choose() for _ in range(3)] == [7] * 3
