@@ -71,10 +71,7 @@ def install(set, step_seconds=1.0, look=4, befalls=lambda status, remote: None):
             if remote.stopped:
                 raise Stopped
 
-        tasks = [
-            simulation.own(w.index, asyncio.ensure_future(work(w, observe)))
-            for w in workers
-        ]
+        tasks = [w.transport.start(work(w, observe)) for w in workers]
         for end in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(end, Exception) and not isinstance(end, Stopped):
                 raise end

@@ -101,8 +101,16 @@ class Collectives:
         """
 
         async def collect(here: Hashable, came: Mapping[int, bool]) -> np.ndarray:
-            givers = [i for i, gave in came.items() if gave]
-            return await self._in_chunks(here, vector, givers, list(came))
+            me, givers = self._me, [i for i, gave in came.items() if gave]
+            bounds = np.linspace(0, len(vector), len(came) + 1).astype(int)
+            mine = slice(*bounds[list(came).index(me) :][:2])
+            parts = await self._from_peers({i: here for i in givers if i != me}, mine)
+            total = np.zeros([mine.stop - mine.start], vector.dtype)
+            for i in givers:
+                total = total + (vector[mine] if i == me else parts[i])
+            self._mailbox.post((here, "sum"), total)
+            sums = await self._from_peers({i: (here, "sum") for i in came if i != me})
+            return np.concatenate([total if i == me else sums[i] for i in came])
 
         sums, came, done = await self._together(key, vector, gives, group, collect)
         return sums, sum(came.values()), done
@@ -142,25 +150,6 @@ class Collectives:
                 return result, came, list(done)
             members = list(done)
         raise UnreachableError(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
-
-    async def _in_chunks(
-        self,
-        key: Hashable,
-        vector: np.ndarray,
-        givers: Sequence[int],
-        owners: Sequence[int],
-    ) -> np.ndarray:
-        """Returns the givers' sum: each owner adds up a chunk and sends it to the rest."""
-        me = self._me
-        bounds = np.linspace(0, len(vector), len(owners) + 1).astype(int)
-        mine = slice(*bounds[list(owners).index(me) :][:2])
-        parts = await self._from_peers({i: key for i in givers if i != me}, mine)
-        total = np.zeros([mine.stop - mine.start], vector.dtype)
-        for i in givers:
-            total = total + (vector[mine] if i == me else parts[i])
-        self._mailbox.post((key, "sum"), total)
-        sums = await self._from_peers({i: (key, "sum") for i in owners if i != me})
-        return np.concatenate([total if i == me else sums[i] for i in owners])
 
     async def _from_peers(
         self, keys: Mapping[int, Hashable], part: slice = slice(None)

@@ -47,7 +47,6 @@ class Mailbox:
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._readers: dict[Hashable, int] = {}  # fetches left
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
-        # Each as it travels, as it arrives, and its quantization error.
         self._contributed: OrderedDict[int, tuple[Snapshot, Snapshot, Tree]]
         self._contributed = OrderedDict()
         self._params: Callable[[], Tree] | None = None
@@ -125,32 +124,40 @@ class Mailbox:
             while len(self._forgotten) > 100 * KEPT:
                 self._forgotten.popitem(last=False)
 
-    def moved(self) -> Tree:
+    def moved(self, last: bool = False) -> Tree:
         """Returns the sum of all moves by `exchange` since the last call, or None.
 
         The worker must add it to the parameters that it shows next.
+
+        last: whether later exchanges move neither worker.
         """
         with self._lock:
-            moved = self._moved
+            self._closed, moved = self._closed or last, self._moved
             if moved is not None:
                 self._shown = self._current()  # peers see it moved until the next `show`
             self._moved = None
             return moved
 
-    def close(self) -> Tree:
-        """Returns `moved` for the last time: later exchanges move neither worker."""
-        with self._lock:
-            self._closed = True
-            return self.moved()
+    def contributed(self, number: int) -> tuple[Snapshot, Snapshot, Tree]:
+        """Returns the worker's own contribution to a mean, the snapshot when first asked.
 
-    def contributed(self, number: int) -> tuple[Snapshot, Tree]:
-        """Returns the worker's own `contribution` to a mean, and its quantization error.
+        Its tree is the difference to the reference, see `show`.
 
-        The contribution is as it arrives at others. The error is None if nothing is
-        rounded.
+        Returns:
+          The contribution as it travels, as it arrives at others, and its quantization
+          error, which is None if nothing is rounded.
         """
-        _, arrives, error = self._contribution(number)
-        return arrives, error
+        with self._lock:
+            if number not in self._contributed:
+                exact = self._current()
+                if self._reference is not None:
+                    exact = combined(operator.sub, exact, self._reference)
+                packed, arrives, error = self.encoded(exact)
+                snapshot = lambda tree: Snapshot(tree, self._measure)
+                self._contributed[number] = snapshot(packed), snapshot(arrives), error
+                while len(self._contributed) > CONTRIBUTED:
+                    self._contributed.popitem(last=False)
+            return self._contributed[number]
 
     # Requests of peers. The answer is None until there is something to answer.
 
@@ -190,30 +197,22 @@ class Mailbox:
             return self.count(content if part == slice(None) else content[part])
 
     def contribution(self, number: int) -> Snapshot | None:
-        """Returns the contribution to mean `number`: the snapshot when first asked.
-
-        Its tree is the difference to the reference, see `show`.
-        """
+        """Returns the contribution to mean `number`, see `contributed`."""
         with self._lock:
             if self._params is None:
                 return None
-            return self.count(self._contribution(number)[0])
+            return self.count(self.contributed(number)[0])
 
     def wait(self, ask: Callable[[], Any], timeout: float) -> Any:
         """Waits until `ask` returns a value other than None; returns None on timeout.
 
         For engines that serve requests in threads.
         """
-        answer = None
-
-        def answered() -> bool:
-            nonlocal answer
-            answer = ask()
-            return answer is not None
-
+        # In a list, because an answer may itself be false.
+        answered = lambda: [answer for answer in [ask()] if answer is not None]
         with self._lock:
-            self._lock.wait_for(answered, timeout)
-        return answer
+            found = self._lock.wait_for(answered, timeout)
+        return found[0] if found else None
 
     def count(self, content: Any) -> Any:
         """Counts the bytes of a content as sent; returns it."""
@@ -223,19 +222,6 @@ class Mailbox:
     def _tell(self, key: Hashable | None) -> None:
         """Wakes requests that wait for a post under a key, or for `show` (None)."""
         self._lock.notify_all()
-
-    def _contribution(self, number: int) -> tuple[Snapshot, Snapshot, Tree]:
-        with self._lock:
-            if number not in self._contributed:
-                exact = self._current()
-                if self._reference is not None:
-                    exact = combined(operator.sub, exact, self._reference)
-                packed, arrives, error = self.encoded(exact)
-                snapshot = lambda tree: Snapshot(tree, self._measure)
-                self._contributed[number] = snapshot(packed), snapshot(arrives), error
-                while len(self._contributed) > CONTRIBUTED:
-                    self._contributed.popitem(last=False)
-            return self._contributed[number]
 
     def _snapshot(self) -> Snapshot | None:
         """Returns the published worker, packed."""

@@ -44,16 +44,6 @@ class Training(NamedTuple):
     step: Callable[[Tree, Any, Any, Any], tuple[Tree, Any, Any, Any]]
 
 
-class MethodWorker(Protocol):
-    """A method in one worker, see `Method.bind`."""
-
-    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree: ...
-    async def before_step(self) -> bool: ...
-    async def after_step(self) -> None: ...
-    def state(self) -> Any: ...
-    def take_over(self, state: Any) -> None: ...
-
-
 class Method(Protocol):
     """Decides when a worker communicates, and how the answers move it.
 
@@ -72,8 +62,12 @@ class Method(Protocol):
     @property
     def wire(self) -> Any: ...
 
-    def bind(self, worker: "Worker", steps: int) -> MethodWorker:
-        """Returns the method in one worker; `steps` is the mean number of steps."""
+    def bind(self, worker: "Worker", steps: int) -> Any:
+        """Returns the method in one worker; `steps` is the mean number of steps.
+
+        The worker calls its `step`, `before_step`, `after_step`, `state` and `take_over`,
+        see `Driver`.
+        """
         ...
 
 
@@ -95,6 +89,7 @@ class Worker:
       loss: at x.
       sharding: the layout of the parameters over several devices, or None.
       is_finite: whether the parameters are finite, as far as the method checks.
+      kept: what `state` returns, on devices; None before `keep`.
       measure, reference: return what is published beside the parameters, see
         `Mailbox.show`.
       report: its progress, for the coordinator.
@@ -113,7 +108,7 @@ class Worker:
         index = transport.position.index
         self.params, self.opt_state, self.own = training.init(index)
         self.x, self.count, self.loss = self.params, 0, np.nan
-        self.resumed, self._has_stepped, self._kept = False, False, None
+        self.resumed, self._has_stepped, self.kept = False, False, None
         self.sharding = sharding_of(self.params)
         self._losses: deque[float] = deque(maxlen=method.window)
         self.report, self.number = Report(), 0
@@ -251,19 +246,14 @@ class Worker:
             "method": self.method.state(),
         }
         # A copy of the containers: arrays cannot change, and dicts of a method may.
-        self._kept = jax.tree.map(lambda x: x, now)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether `state` has a state to return."""
-        return self._kept is not None
+        self.kept = jax.tree.map(lambda x: x, now)
 
     def state(self, own: bool = False) -> Any:
         """Returns the state from which another worker can go on, or None before `keep`.
 
         own: whether to include the part that only this worker itself can resume from.
         """
-        if (kept := self._kept) is None:
+        if (kept := self.kept) is None:
             return None
         return {k: jax.tree.map(_to_host, x) for k, x in kept.items() if own or k != "own"}
 

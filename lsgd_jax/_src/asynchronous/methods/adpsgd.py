@@ -112,7 +112,7 @@ class ADPSGDWorker(Driver):
         """Lands the last request and the last moves; later exchanges move no worker."""
         if self.in_flight:
             await self.land()
-        self._follow(self.transport.mailbox.close())
+        self._follow(self.transport.mailbox.moved(last=True))
 
     def take_over(self, state: Any) -> None:
         """Discards moves that were meant for other parameters."""

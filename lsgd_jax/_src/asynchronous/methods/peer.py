@@ -60,10 +60,9 @@ class Peer:
             training = Training(lambda rank: (params, None, None), nothing)
             self._worker = Worker(training, self._method, self._transport, steps=0)
         worker = self._worker
-        method: Any = worker.method
         worker.params, worker.loss, worker.count = params, float(loss), worker.count + 1
         worker.is_finite = math.isfinite(worker.loss) and bool(all_finite(params))
-        method.stepped()
+        worker.method.stepped()
         worker.publish()
 
     def receive(self) -> Tree:
@@ -76,8 +75,7 @@ class Peer:
         self._check_is_there()
         if self._worker is None:
             raise RuntimeError("`send` must be called before `receive`")
-        method: Any = self._worker.method
-        self._run(method.receive())
+        self._run(self._worker.method.receive())
         return self._worker.params
 
     def leave(self) -> None:

@@ -135,7 +135,7 @@ class WAGMAWorker(Driver):
             if i != worker.index:
                 answer = self.transport.ask(i, "contribution", number)
                 self.in_flight[i] = InFlight(answer, worker.count, i)
-        mine, error = self.transport.mailbox.contributed(number)
+        _, mine, error = self.transport.mailbox.contributed(number)
         given = [mine if i == worker.index else await self.answer(i) for i in group]
         if any(each is None for each in given):
             return

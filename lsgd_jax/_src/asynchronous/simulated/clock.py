@@ -21,15 +21,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self):
-        self._virtual = 0.0
+        self.now = 0.0
         super().__init__(_Clock(self))
 
     def time(self) -> float:
-        return self._virtual
-
-    def advance(self, seconds: float) -> None:
-        """Lets time pass."""
-        self._virtual += seconds
+        return self.now
 
 
 class _Clock(selectors.SelectSelector):
@@ -43,7 +39,7 @@ class _Clock(selectors.SelectSelector):
         if timeout is None:
             raise RuntimeError("all workers wait for each other, and no timer is set")
         # No task is ready before this time, so nothing is missed by going there at once.
-        self._loop.advance(max(timeout, 0.0))
+        self._loop.now += max(timeout, 0.0)
         return []
 
 
@@ -60,9 +56,3 @@ def run_virtual(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return run()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
-
-
-async def later(seconds: float, value: Any = None) -> Any:
-    """Returns the value after some seconds."""
-    await asyncio.sleep(seconds)
-    return value

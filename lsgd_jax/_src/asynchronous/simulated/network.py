@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.simulated.clock import later
-
 
 SMALL = 4096  # bytes; messages up to this size take no bandwidth
 SOON = 1e-9  # seconds; a transfer that ends within them ends now
@@ -212,7 +210,7 @@ class Links:
             if size > SMALL and not self.is_inside(source, target):
                 self.sent[source // self._locals] += size
             delay = self.network.delay(self.is_inside(source, target), size)
-            return await later(delay, True)
+            return await asyncio.sleep(delay, True)
         (arrived,) = self._begin([(source, target)], size, limit)
         return await arrived
 
@@ -221,7 +219,7 @@ class Links:
         pairs = list(zip(group, [*group[1:], group[0]]))
         rounds, each = Network.ring(len(group), size)
         if each <= SMALL or math.isinf(self.network.bandwidth):
-            return await later(max(rounds, 1) * self._latency(pairs, each), True)
+            return await asyncio.sleep(max(rounds, 1) * self._latency(pairs, each), True)
         return all(await asyncio.gather(*self._begin(pairs, each, limit, rounds)))
 
     def _begin(
@@ -230,10 +228,16 @@ class Links:
         """Starts a flow for each (source, target), after the latency of some rounds."""
         loop, flows = asyncio.get_running_loop(), list[tuple]()
         for source, target in pairs:
-            inside = self.is_inside(source, target)
-            if not inside:
-                self.sent[source // self._locals] += size
-            links = self._links_between(source, target, inside)
+            here, there = source // self._locals, target // self._locals
+            if here == there:
+                first = 2 * self._nodes
+                links = first + source, first + self._workers + target
+            else:
+                self.sent[here] += size
+                links = here, self._nodes + there
+                if self.network.between:
+                    last = len(self._capacity) - 1
+                    links = last - self._nodes**2 + here * self._nodes + there, last
             flows.append((links, (source, target), size, 0.0, limit, loop.create_future()))
         loop.call_later(rounds * self._latency(pairs, size), self._add, flows)
         return [arrived for *_, arrived in flows]
@@ -243,16 +247,6 @@ class Links:
         latencies = [self.network.delay(self.is_inside(*pair)) for pair in pairs]
         return self.network.software(size) + max(latencies)
 
-    def _links_between(self, source: int, target: int, inside: bool) -> tuple[int, int]:
-        if inside:
-            first = 2 * self._nodes
-            return first + source, first + self._workers + target
-        here, there = source // self._locals, target // self._locals
-        if self.network.between:
-            last = len(self._capacity) - 1
-            return last - self._nodes**2 + here * self._nodes + there, last
-        return here, self._nodes + there
-
     # Flows
 
     def _add(self, flows: list[tuple]) -> None:
@@ -260,11 +254,8 @@ class Links:
             self.changed()
         self._new += flows
 
-    def changed(self) -> None:
-        """Recomputes the rates, once for all flows that begin at this time."""
-        self._advance_after(0.0)
-
-    def _advance_after(self, seconds: float) -> None:
+    def changed(self, seconds: float = 0.0) -> None:
+        """Recomputes the rates in some seconds, once for all flows that begin now."""
         self._turn += 1
         asyncio.get_running_loop().call_later(seconds, self._advance, self._turn)
 
@@ -287,7 +278,7 @@ class Links:
         self._share()
         with np.errstate(divide="ignore"):
             ends = np.minimum(flows["left"] / flows["rate"], flows["limit"] - now)
-        self._advance_after(max(float(ends.min()), 0.0))
+        self.changed(max(float(ends.min()), 0.0))
 
     def _share(self) -> None:
         """Sets the rates by the number of flows on each link."""

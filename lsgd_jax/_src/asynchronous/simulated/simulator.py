@@ -72,7 +72,12 @@ class SimulatedTransport(Transport):
             await asyncio.sleep(self.timeout)
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
-        return self._simulation.own(self._index, super().start(coroutine))
+        task = super().start(coroutine)
+        # Tasks of the worker, which end with it.
+        tasks = self._simulation.tasks.setdefault(self._index, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
 
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
         """The request travels, the peer answers as soon as it can, the answer travels."""
@@ -102,7 +107,10 @@ class SimulatedTransport(Transport):
         """The call travels to worker 0's node, waits its turn, and the answer travels."""
         simulation, me = self._simulation, self._index
         await simulation.links.send(me, 0, 0, math.inf)
-        await simulation.serve()
+        now, seconds = self.now(), simulation.network.coordinator
+        # One call at a time: a call that comes while another one is served waits for it.
+        simulation.served = max(now, simulation.served) + seconds
+        await asyncio.sleep(simulation.served - now)
         answer = getattr(simulation.coordinator, call)(me, *arguments)
         if call == "round":
             answer = await answer
@@ -149,8 +157,8 @@ class Simulation:
         self.hung: set[int] = set()
         self.transports: dict[int, SimulatedTransport] = {}
         self.meetings: dict[Hashable, Meeting] = {}
-        self._served = 0.0
-        self._tasks: dict[int, set[asyncio.Task]] = {}
+        self.served = 0.0  # when the coordinator will have served all calls so far
+        self.tasks: dict[int, set[asyncio.Task]] = {}
 
     def now(self) -> float:
         """Returns the seconds since the run began."""
@@ -168,22 +176,8 @@ class Simulation:
         self.down.add(i)
         self.links.stuck.add(i)
         self.links.changed()
-        for task in self._tasks.pop(i, ()):
+        for task in self.tasks.pop(i, ()):
             task.cancel()
-
-    def own(self, i: int, task: asyncio.Task) -> asyncio.Task:
-        """Notes a task of worker i, which ends with it."""
-        tasks = self._tasks.setdefault(i, set())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        return task
-
-    async def serve(self) -> None:
-        """Waits until the coordinator has served earlier calls and one more."""
-        now = self.now()
-        # One call at a time: a call that comes while another one is served waits for it.
-        self._served = max(now, self._served) + self.links.network.coordinator
-        await asyncio.sleep(self._served - now)
 
     async def run(
         self,
@@ -292,14 +286,10 @@ def run(
     Raises:
       RuntimeError: all workers wait for each other for ever.
     """
-
-    async def conduct() -> Simulated:
-        given = network, speeds, seed, timeout, loss, collectives
-        simulation = Simulation(method, nodes, locals, steps, *given)
-        faults = drops or {}, joins or {}, hangs or {}
-        return await simulation.run(training, *faults, until, observe)
-
-    return run_virtual(conduct())
+    given = network, speeds, seed, timeout, loss, collectives
+    simulation = Simulation(method, nodes, locals, steps, *given)
+    faults = drops or {}, joins or {}, hangs or {}
+    return run_virtual(simulation.run(training, *faults, until, observe))
 
 
 def first_worker(
@@ -311,10 +301,6 @@ def first_worker(
       training: `step` is not called.
       method, nodes, locals, steps: as for `run`.
     """
-
-    async def begin() -> Worker:
-        worker = Simulation(method, nodes, locals, steps).enter(training, 0)
-        worker.keep()
-        return worker
-
-    return run_virtual(begin())
+    worker = Simulation(method, nodes, locals, steps).enter(training, 0)
+    worker.keep()
+    return worker

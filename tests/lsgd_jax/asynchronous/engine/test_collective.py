@@ -40,9 +40,8 @@ def together(call, late=0.0, fails=None, freezes=None):
                 found[i] = error
             ended[i] = loop.time()
 
-        tasks = [
-            simulation.own(i, asyncio.ensure_future(take_part(i))) for i in range(WORKERS)
-        ]
+        transports = simulation.transports
+        tasks = [transports[i].start(take_part(i)) for i in range(WORKERS)]
         if fails is not None:
             loop.call_at(max(fails, 0.0), simulation.drop, 1)
         if freezes is not None:

@@ -50,7 +50,7 @@ class Load:
             assert len(status.reports) == len(everyone)
             self.steps, step = self.steps + 1, step + 1
         coordinator.finish(i)
-        if (moved := mailbox.close()) is not None:
+        if (moved := mailbox.moved(last=True)) is not None:
             self.vectors[i] += moved
 
 

@@ -39,7 +39,7 @@ def test_vectors_that_are_not_finite_move_no_worker():
 def test_a_worker_that_has_ended_returns_what_it_gets():
     mailbox = showing(4.0)
     mailbox.exchange(vector(0.0))
-    assert mailbox.close().tolist() == [-2.0]
+    assert mailbox.moved(last=True).tolist() == [-2.0]
     assert mailbox.exchange(vector(7.0)).tolist() == [7.0] and mailbox.moved() is None
 
 
@@ -48,7 +48,7 @@ def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
     assert mailbox.contribution(2).measure == 1.0
     mailbox.show(lambda: vector(2.0), measure=2.0)
     assert mailbox.contribution(2).vector.tolist() == [1.0]
-    mine, error = mailbox.contributed(3)
+    _, mine, error = mailbox.contributed(3)
     assert mine.vector.tolist() == [2.0] and error is None
     for number in range(4, 4 + CONTRIBUTED):
         mailbox.contribution(number)
