@@ -100,16 +100,13 @@ def anchored(
     def init(params: Tree) -> AnchorState:
         anchor = Group(axes).start(params)
         like_anchor = lambda tree: anchor._replace(value=tree)
-        states = map(outer.init, blocks_of(anchor.value))
+        states = map(outer.init, _blocks(anchor.value, layerwise))
         return AnchorState(
             anchor,
             like_anchor(_joined(outer.init(anchor.value), states)),
             like_anchor(jnp.int32(0)) if restart else (),
             Detector.start(guard, params) if guard else (),
         )
-
-    def blocks_of(tree: Tree) -> list[Tree]:
-        return _leaf_by_leaf(tree) if layerwise else [tree]
 
     def moved(delta, anchor, outer_state, found, begins_anew):
         """A block's anchor and outer state, both as they were without a pseudo-gradient."""
@@ -130,9 +127,10 @@ def anchored(
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
             exchanges, begins_anew = group.shared(count), count % restart == 0
-        starts = [jax.eval_shape(outer.init, block) for block in blocks_of(anchor)]
+        deltas, anchors = _blocks(delta, layerwise), _blocks(anchor, layerwise)
+        starts = [jax.eval_shape(outer.init, block) for block in anchors]
         states = [_of_block(i, outer_state, start) for i, start in enumerate(starts)]
-        blocks = zip(blocks_of(delta), blocks_of(anchor), states, found)
+        blocks = zip(deltas, anchors, states, found)
         after = [moved(*block, begins_anew) for block in blocks]
         leaves = [leaf for a, _ in after for leaf in jax.tree.leaves(a)]
         anchor = jax.tree.unflatten(jax.tree.structure(anchor), leaves)
@@ -220,8 +218,10 @@ def _shares(group: Group, weights: Sequence[float] | None, takes_part: Array) ->
     return jnp.where(total > 0, mine / jnp.where(total > 0, total, 1), 0)[:, None]
 
 
-def _leaf_by_leaf(tree: Tree) -> list[Tree]:
-    """For each leaf the tree with nothing else in it, so that its path stays the same."""
+def _blocks(tree: Tree, layerwise: bool) -> list[Tree]:
+    """The tree, or for each leaf the tree with nothing else in it: its path is the same."""
+    if not layerwise:
+        return [tree]
     leaves, treedef = jax.tree.flatten(tree)
     nothing = optax.MaskedNode()
     only = lambda i: [leaf if i == j else nothing for j, leaf in enumerate(leaves)]

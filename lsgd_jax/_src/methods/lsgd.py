@@ -112,7 +112,10 @@ def leader(
         if keep == 1:
             z = group.broadcast(y, first)
         else:
-            z, _ = group.masked_mean(y, _are_lowest(scores, keep)[group.index])
+            scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)
+            are_lowest = jnp.argsort(jnp.argsort(scores)) < keep
+            are_kept = are_lowest & jnp.isfinite(scores)
+            z, _ = group.masked_mean(y, are_kept[group.index])
         state = state._replace(leader=jnp.where(found, first, state.leader))
         if proximal:
             state = state._replace(elected=trees.where(found, z, state.elected))
@@ -127,12 +130,6 @@ def leader(
         reads_x=False,
         is_common=True,
     )
-
-
-def _are_lowest(scores: Array, keep: int) -> Array:
-    """Which workers have the lowest finite scores: bool [W]."""
-    scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)
-    return (jnp.argsort(jnp.argsort(scores)) < keep) & jnp.isfinite(scores)
 
 
 @by_value

@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from lsgd_jax._src.methods.blocks import leaf_norms, times
 from lsgd_jax._src.trees import Tree
@@ -64,7 +64,7 @@ def radial_directional_mean(
         chosen = map(jnp.where, cancels, jax.tree.leaves(means), leaves)
         return treedef.unflatten(chosen)
 
-    return group.channel.switch(
+    return lax.switch(
         cancels.any().astype(jnp.int32),
         [lambda operand: operand[0], mean_where_they_cancel],
         (merged, scaled, takes_part),

@@ -213,12 +213,11 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
 
 def _mean(rows: Rows, weights: Array) -> list[Array]:
     """The weighted mean of the rows; weights: [W], bools or floats."""
-
-    def one(x: Array) -> Array:
+    means = list[Array]()
+    for x in rows:
         each = weights.astype(x.dtype)
-        return (_column(each / each.sum(), x) * x).sum(axis=0)
-
-    return [one(x) for x in rows]
+        means.append((_column(each / each.sum(), x) * x).sum(axis=0))
+    return means
 
 
 def _gaps(x: Array) -> Array:

@@ -1,5 +1,6 @@
 """Group averaging: the mean of changing groups every step, of all workers now and then."""
 
+import functools
 from typing import Unpack
 
 import jax
@@ -47,23 +48,19 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
         return ()
 
     def agree(group, x, y, state, takes_part, t):
-        def sum_over(hops):
-            def add_up(tree):
-                for hop in hops:
-                    swap = [(i, i ^ hop) for i in range(group.size)]
-                    arrived, error = (
-                        group.permute(tree, swap, hop),
-                        group.quantization_error(tree, hop),
-                    )
-                    tree = jax.tree.map(jnp.add, tree, arrived)
-                    if error is not None:  # the partner did not receive it
-                        tree = jax.tree.map(jnp.add, tree, error)
-                return tree
-
-            return add_up
+        def sum_over(hops, tree):
+            for hop in hops:
+                swap = [(i, i ^ hop) for i in range(group.size)]
+                arrived = group.permute(tree, swap, hop)
+                error = group.quantization_error(tree, hop)
+                tree = jax.tree.map(jnp.add, tree, arrived)
+                if error is not None:  # the partner did not receive it
+                    tree = jax.tree.map(jnp.add, tree, error)
+            return tree
 
         mine = jax.tree.map(lambda y: jnp.where(takes_part, widened(y), 0), y)
-        branches = [sum_over(hops) for hops in hops_of(group_size, group.size)]
+        rounds = hops_of(group_size, group.size)
+        branches = [functools.partial(sum_over, hops) for hops in rounds]
         r = group.round_of(len(branches))
         sums, count = group.switch(r, branches, (mine, takes_part.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
@@ -75,7 +72,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
 def check_group_size(group_size: int) -> None:
     """Raises ValueError unless it is a power of two, at least 2."""
     check_positive_int("group_size", group_size)
-    if group_size < 2 or not _power_of_two(group_size):
+    if group_size < 2 or group_size.bit_count() > 1:
         raise ValueError(
             f"`group_size` must be a power of two, at least 2, got {group_size=}"
         )
@@ -90,7 +87,7 @@ def hops_of(group_size: int, workers: int) -> list[list[int]]:
     >>> hops_of(4, workers=8)
     [[1, 2], [4]]
     """
-    if not _power_of_two(workers):
+    if workers.bit_count() > 1:
         raise ValueError(
             "groups that change along a butterfly need a power of two workers "
             f"(1, 2, 4, 8, …), got {workers}"
@@ -142,7 +139,3 @@ def wagma(
     groups = Pull(butterfly(group_size, axes), 1.0)
     everyone = Pull(average(axes), 1.0, every=sync_period)
     return exchange(groups, everyone, **options)
-
-
-def _power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0

@@ -215,23 +215,19 @@ def _first_that_differs(x: Array) -> tuple[Array, Array, Array]:
 
     Scalars, which every process can read.
     """
-    gaps, slack = _gaps_to_the_first(x)
-    wrong = ~(gaps <= slack)
-    i = jnp.argmax(wrong)
-    return wrong.any(), i, jnp.where(jnp.arange(len(gaps)) == i, gaps, 0).sum()
-
-
-def _gaps_to_the_first(x: Array) -> tuple[Array, Array]:
-    """The largest |x_i - x_0| of each worker, float [W], and what rounding may explain."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     same = (x == x[:1]) | ((x != x) & (x[:1] != x[:1]))  # nan agrees with nan
-    if not _has_mean(x):
-        return (~same).astype(jnp.float32).max(axis=_own_axes(x)), jnp.float32(0)
-    apart = jnp.abs(widened(x) - widened(x[:1]))
-    largest = jnp.abs(finite_part(widened(x))).max()
-    slack = ROUNDINGS * jnp.finfo(x.dtype).eps * largest
-    return jnp.where(same, 0, apart).max(axis=_own_axes(x)), slack
+    if _has_mean(x):
+        apart = jnp.where(same, 0, jnp.abs(widened(x) - widened(x[:1])))
+        largest = jnp.abs(finite_part(widened(x))).max()
+        slack = ROUNDINGS * jnp.finfo(x.dtype).eps * largest
+    else:
+        apart, slack = (~same).astype(jnp.float32), jnp.float32(0)
+    gaps = apart.max(axis=_own_axes(x))
+    wrong = ~(gaps <= slack)
+    i = jnp.argmax(wrong)
+    return wrong.any(), i, jnp.where(jnp.arange(len(gaps)) == i, gaps, 0).sum()
 
 
 def center(params: Tree, opt_state: Tree) -> Tree:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.shared import WORKER_AXES
@@ -155,20 +155,18 @@ def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
     return names
 
 
-def leading_axis_over(mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
-    """The spec of a leading axis over all workers' devices, as XLA returns it."""
-    names = tuple(name for name in axes if mesh.shape[name] > 1)
-    if not names:
-        return PartitionSpec()
-    return PartitionSpec(names if len(names) > 1 else names[0])
-
-
 def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Device]:
-    """Picks the devices for the grid, host by host, equally many from each if possible."""
+    """Picks the devices for the grid, host by host, equally many from each if possible.
+
+    A host is a TPU slice, or a machine (or NVLink domain) of GPUs and CPUs, which XLA
+    numbers by its boot id: all processes on one machine have the same number.
+    """
     used = math.prod(shape)
     hosts: dict[Any, list[jax.Device]] = {}
     for device in devices:
-        hosts.setdefault(_host(device), []).append(device)
+        host = getattr(device, "slice_index", None)
+        host = device.process_index if host is None else host
+        hosts.setdefault(host, []).append(device)
     share, rest = divmod(used, len(hosts))
     if rest or any(len(members) < share for members in hosts.values()):
         return list(itertools.chain(*hosts.values()))[:used]
@@ -182,13 +180,3 @@ def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
         ((nodes, d) for d in divisors(locals)), ((d, 1) for d in divisors(nodes))
     )
     return [(a, b) for a, b in grids if a * b <= available]
-
-
-def _host(device: jax.Device) -> int:
-    """A number that is the same for devices which are close to one another.
-
-    XLA numbers TPU slices, and the machines (or NVLink domains) of GPUs and CPUs by their
-    boot ids, so that all processes on one machine have the same number.
-    """
-    close = getattr(device, "slice_index", None)
-    return device.process_index if close is None else close

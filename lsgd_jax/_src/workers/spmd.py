@@ -16,7 +16,7 @@ from lsgd_jax._src import layouts
 from lsgd_jax._src.shared import check_rows, naming, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
-from lsgd_jax._src.workers.device_grid import Slots, leading_axis_over
+from lsgd_jax._src.workers.device_grid import Slots
 from lsgd_jax._src.workers.lookups import with_whole_tables
 
 
@@ -42,7 +42,10 @@ class Grid(NamedTuple):
 
     def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
         """The sharding of leaves [W, ...], or of shared ones [...], by their own `spec`."""
-        own, leading = spec or Spec(), leading_axis_over(self.mesh, self.axes)
+        own = spec or Spec()
+        # Over all workers' devices, as XLA returns it.
+        names = tuple(name for name in self.axes if self.mesh.shape[name] > 1)
+        leading = Spec(names if len(names) > 1 else names[0]) if names else Spec()
         if not self.is_explicit:  # as XLA returns it
             own = layouts.over(own, self.inside)
         if not shared:
@@ -150,17 +153,16 @@ def _trace(
         names = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
         values = dict(zip(names, (*traced.consts, *leaves)))
         read = lambda x: x.val if isinstance(x, Literal) else values[x]
-        return list(map(_as_array, body(*map(read, mapped.invars)), types))
+        results = body(*map(read, mapped.invars))
+        # The result of a jaxpr may be a literal.
+        return [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, dtype)
+            for x, dtype in zip(results, dtypes)
+        ]
 
     types = jax.tree.leaves(outputs)
+    dtypes = [None if type_.weak_type else type_.dtype for type_ in types]
     return run, outputs
-
-
-def _as_array(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The result of a jaxpr, which may be a literal, as an array."""
-    if isinstance(x, jax.Array):
-        return x
-    return jnp.asarray(x, None if like.weak_type else like.dtype)
 
 
 def _check_context(mesh: Mesh) -> None:
@@ -245,9 +247,7 @@ def _spmd(
     """
     shapes = tuple(size for _, size in grid.slots)
     specs = lambda shared: grid.sharding(shared=shared).spec
-
-    def unstack(x, shared):
-        return x if shared else x.reshape(shapes + x.shape[1:])
+    unstack = lambda x, shared: x if shared else x.reshape(shapes + x.shape[1:])
 
     def stack(x, shared, spec):
         if shared and not shapes and spec is None:

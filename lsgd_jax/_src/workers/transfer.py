@@ -58,12 +58,11 @@ def _may_be_packed(x: Any) -> bool:
 @jax.jit
 def _packed(leaves: list[jax.Array]) -> jax.Array:
     """Leaves [W, ...] as bytes [W, n]."""
-
-    def as_bytes(x: jax.Array) -> jax.Array:
+    rows = []
+    for x in leaves:
         x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-        return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
-
-    return jnp.concatenate(list(map(as_bytes, leaves)), axis=1)
+        rows.append(lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1))
+    return jnp.concatenate(rows, axis=1)
 
 
 def _unpacked(rows: jax.Array, like: list[jax.Array]) -> list[np.ndarray]:

@@ -71,7 +71,12 @@ def check(
         collectives, or a `Shared` that may differ over an axis that it names.
     """
     names = frozenset(name for name, size in axes.items() if size > 1)
-    inputs = [_of_argument(*leaf, names) for leaf in _claims(args, names)]
+    inputs = list[Axes]()
+    for path, x, claim in _claims(args, names):
+        counts = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+        # The module's optimistic rule.
+        taken_equal = x.shape == () and (counts or ".hyperparams[" in path)
+        inputs.append(frozenset() if claim == names and taken_equal else claim)
     results = _Analysis(names).outputs(jaxpr, inputs)
     for (path, _, claim), found in zip(_claims(outputs, names), results):
         if not found <= claim:
@@ -100,13 +105,6 @@ def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any,
             yield path, node, axes
 
 
-def _of_argument(path: str, x: Any, claim: Axes, axes: Axes) -> Axes:
-    """The axes over which an argument differs; the module's optimistic rule applies."""
-    counts = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
-    taken_equal = x.shape == () and (counts or ".hyperparams[" in path)
-    return frozenset() if claim == axes and taken_equal else claim
-
-
 class _Analysis:
     """One walk over a jaxpr that visits every inner jaxpr once for each kind of inputs."""
 
@@ -119,25 +117,21 @@ class _Analysis:
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
         """The axes over which the outputs may differ, given those of the inputs."""
         key = (jaxpr, tuple(inputs))
-        if key not in self._outputs:
-            self._outputs[key] = self._walk(jaxpr, inputs)
-        return self._outputs[key]
-
-    def _walk(self, jaxpr: Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
+        if key in self._outputs:
+            return self._outputs[key]
         known = dict(zip(jaxpr.invars, inputs))
-
-        def read(x: Any) -> Axes:
-            return frozenset() if isinstance(x, Literal) else known.get(x, frozenset())
-
+        nowhere: Axes = frozenset()
+        read = lambda x: nowhere if isinstance(x, Literal) else known.get(x, nowhere)
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
             rule = self._rules.get(eqn.primitive.name, self._other)
             known.update(zip(eqn.outvars, rule(eqn, operands)))
-        return [read(x) for x in jaxpr.outvars]
+        self._outputs[key] = [read(x) for x in jaxpr.outvars]
+        return self._outputs[key]
 
     def _other(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         name, results = _name(eqn), len(eqn.outvars)
-        axes = self._named(eqn)
+        axes = self._axes & axes_of(eqn)
         together = frozenset().union(*operands)
         if axes and name in UNIFYING and eqn.params.get("axis_index_groups") is None:
             same = len(operands) == results
@@ -204,17 +198,13 @@ class _Analysis:
         if jaxpr not in self._connected:
             found: Axes = frozenset()
             for eqn in jaxpr.eqns:
-                if _name(eqn) not in SILENT and (axes := self._named(eqn)):
+                if _name(eqn) not in SILENT and (axes := self._axes & axes_of(eqn)):
                     # In XLA a permutation starts once every device of the mesh has
                     # arrived, including those of other groups.
                     found |= self._axes if _name(eqn) == "ppermute" else axes
                 found = found.union(*map(self._connects, jaxprs_of(eqn)))
             self._connected[jaxpr] = found
         return self._connected[jaxpr]
-
-    def _named(self, eqn: Any) -> Axes:
-        """The worker axes that an equation names."""
-        return self._axes & axes_of(eqn)
 
 
 def axes_of(eqn: Any) -> Axes:

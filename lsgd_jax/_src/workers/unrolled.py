@@ -48,7 +48,9 @@ def unrolled(fn: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(fn)
     def call(*args: Any) -> T:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        if not _gains(closed.jaxpr):
+        eqns = list(equations(closed.jaxpr))
+        convolves = any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)
+        if not convolves or any(map(axes_of, eqns)):
             return fn(*args)
         leaves = closed.consts + jax.tree.leaves(args)
         results = _one_after_the_other(closed.jaxpr)(*leaves)
@@ -82,10 +84,3 @@ def _one_after_the_other(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
         return results, [True] * len(results)
 
     return evaluate
-
-
-def _gains(jaxpr: Jaxpr) -> bool:
-    """Whether there are convolutions, and no communication with other workers."""
-    eqns = list(equations(jaxpr))
-    talks = any(axes_of(eqn) for eqn in eqns)
-    return not talks and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)
