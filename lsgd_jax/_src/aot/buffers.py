@@ -62,9 +62,12 @@ def _alive(program: Program, name: str, without: Iterable[str] = ()) -> list[Buf
     for i, line in enumerate(lines):
         if owners[line.name] == (line.name,) and line.name not in own:
             # The type of a start contains its operands, too.
-            shape = done.get(line.name, line.type)
-            if size := _size(shape):
-                live[line.name] = _buffer(line._replace(type=shape), size)
+            type = done.get(line.name, line.type)
+            if size := _size(type):
+                found = OPERATOR.search(line.attributes)
+                shape = re.sub(r"\{[^}]*\}", "", type)
+                operator = found.group(1) if found else ""
+                live[line.name] = Buffer(size, shape, line.name, operator)
         called = line.called if line.opcode in ("while", "conditional", "call") else ()
         inner = max((_alive(program, x) for x in called), key=_total, default=[])
         if _total(live.values()) + _total(inner) > _total(best):
@@ -84,12 +87,6 @@ def _owners(line: Instruction, owners: dict[str, tuple[str, ...]]) -> tuple[str,
     if line.opcode in ALIASES or "output_to_operand_aliasing=" in line.attributes:
         return tuple(x for name in line.operands for x in of(name))
     return (line.name,)
-
-
-def _buffer(line: Instruction, size: int) -> Buffer:
-    found = OPERATOR.search(line.attributes)
-    shape = re.sub(r"\{[^}]*\}", "", line.type)
-    return Buffer(size, shape, line.name, found.group(1) if found else "")
 
 
 def _size(type: str) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from lsgd_jax._src.aot.collectives import Placement, collectives_of
 from lsgd_jax._src.aot.flops import flops as count
 from lsgd_jax._src.aot.hlo import Program as Parsed
-from lsgd_jax._src.aot.memory import excess, is_out_of_memory, memory_of
+from lsgd_jax._src.aot.memory import excess, memory_of
 from lsgd_jax._src.aot.pod import Pod, pod_of
 from lsgd_jax._src.aot.report import Program, Report, shares_of
 from lsgd_jax._src.aot.shapes import batch_of, carry_of
@@ -190,9 +190,10 @@ def _program(
         total, step = count(step.jaxpr), step.lower()
     compiled, seconds, error = _compiled(step, options)
     if pod is None and compiled is None:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
             "the program does not fit into the memory of a device; pass `pod=` for a "
-            f"report: {_first_line(error)}"
+            f"report: {reason}"
         )
     pod = pod or pod_of(_devices(compiled))
     if flops is None and total is not None:
@@ -251,7 +252,7 @@ def _compiled(
     try:
         compiled = step.compile(options) if options else step.compile()
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
+        if "RESOURCE_EXHAUSTED" not in str(error):  # more memory than a device has
             raise
         return None, time.perf_counter() - start, error
     return compiled, time.perf_counter() - start, None
@@ -275,7 +276,3 @@ def _devices(compiled: Any) -> Sequence[jax.Device]:
             return tuple(sharding.mesh.devices.flat)
     found = {device for sharding in shardings for device in sharding.device_set}
     return sorted(found, key=lambda device: device.id)
-
-
-def _first_line(error: Exception | None) -> str:
-    return str(error).partition("\n")[0]

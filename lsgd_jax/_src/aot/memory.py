@@ -46,11 +46,6 @@ def memory_of(compiled: Any) -> Memory | None:
     return Memory(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names))
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether XLA refused a program that needs more memory than a device has."""
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
 def excess(error: Exception) -> int | None:
     """The bytes that are missing, if XLA's message tells.
 

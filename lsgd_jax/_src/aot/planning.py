@@ -97,9 +97,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The choices as JSON, with their programs."""
+        plain = lambda x: x if isinstance(x, int | float | str | None) else str(x)
         choices = [
             {
-                "settings": {name: _plain(x) for name, x in choice.settings.items()},
+                "settings": {name: plain(x) for name, x in choice.settings.items()},
                 "staleness": choice.staleness,
                 "step_seconds": choice.step,
                 "exposed_seconds": choice.exposed,
@@ -166,7 +167,9 @@ def plan(
         key = rest, made.phases()
         if key not in known:
             known[key] = _of_all_phases(compiled, made)
-        choice = Choice(chosen, _staleness(made), known[key].over(made))
+        pulls = (made.method if isinstance(made, Outer) else made).pulls
+        staleness = max(pull.delay for pull in pulls)
+        choice = Choice(chosen, staleness, known[key].over(made))
         choices.append(choice)
         if on_choice is not None:
             on_choice(choice)
@@ -247,16 +250,7 @@ def _kind(method: Exchange | Outer, phase: Phase) -> Hashable:
     return *(tuple(map(pull, who)) for who in acts), phase.rounds
 
 
-def _staleness(method: Exchange | Outer) -> int:
-    pulls = (method.method if isinstance(method, Outer) else method).pulls
-    return max(pull.delay for pull in pulls)
-
-
 def _sorted(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     most = float("inf")
     order = lambda x: (not x.report.fits, most if x.step is None else x.step)
     return tuple(sorted(choices, key=order))  # stable
-
-
-def _plain(x: Any) -> Any:
-    return x if isinstance(x, int | float | str | None) else str(x)

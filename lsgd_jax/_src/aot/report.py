@@ -9,7 +9,6 @@ from typing import Any
 
 from lsgd_jax._src.aot import table
 from lsgd_jax._src.aot.buffers import Buffer, largest
-from lsgd_jax._src.aot.chips import Chip
 from lsgd_jax._src.aot.collectives import Collective
 from lsgd_jax._src.aot.memory import Memory
 from lsgd_jax._src.aot.pod import Pod
@@ -239,17 +238,17 @@ class Report:
         left = compute
         # Transfers between slices come first, because they are the longest.
         for each in sorted(program.collectives, key=lambda x: not x.crosses):
-            takes = each.times * self._transfer(each, chip)
+            if each.crosses:
+                seconds = each.across * self.pod.per_host / self.bandwidth + self.latency
+            else:
+                seconds = each.sent / (chip.link * each.links)
+                seconds += LATENCY_INSIDE * (self.latency > 0)
+            takes = each.times * seconds
             covered = min(takes, each.overlap * compute, left)
             left -= covered
             hidden[each.crosses] += covered
             exposed[each.crosses] += takes - covered
         return Seconds(compute, exposed[False], hidden[False], exposed[True], hidden[True])
-
-    def _transfer(self, each: Collective, chip: Chip) -> float:
-        if each.crosses:
-            return self.latency + each.across * self.pod.per_host / self.bandwidth
-        return LATENCY_INSIDE * (self.latency > 0) + each.sent / (chip.link * each.links)
 
     def mean_seconds(self) -> Seconds | None:
         """The seconds of the mean step over a period; None if they are unknown."""

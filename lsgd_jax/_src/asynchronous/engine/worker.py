@@ -89,7 +89,6 @@ class Worker:
       loss: at x.
       sharding: the layout of the parameters over several devices, or None.
       is_finite: whether the parameters are finite, as far as the method checks.
-      kept: what `state` returns, on devices; None before `keep`.
       measure, reference: return what is published beside the parameters, see
         `Mailbox.show`.
       report: its progress, for the coordinator.
@@ -108,7 +107,7 @@ class Worker:
         index = transport.position.index
         self.params, self.opt_state, self.own = training.init(index)
         self.x, self.count, self.loss = self.params, 0, np.nan
-        self.resumed, self._has_stepped, self.kept = False, False, None
+        self.resumed, self._has_stepped, self._kept = False, False, None
         self.sharding = sharding_of(self.params)
         self._losses: deque[float] = deque(maxlen=method.window)
         self.report, self.number = Report(), 0
@@ -246,14 +245,19 @@ class Worker:
             "method": self.method.state(),
         }
         # A copy of the containers: arrays cannot change, and dicts of a method may.
-        self.kept = jax.tree.map(lambda x: x, now)
+        self._kept = jax.tree.map(lambda x: x, now)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `state` has a state to return."""
+        return self._kept is not None
 
     def state(self, own: bool = False) -> Any:
         """Returns the state from which another worker can go on, or None before `keep`.
 
         own: whether to include the part that only this worker itself can resume from.
         """
-        if (kept := self.kept) is None:
+        if (kept := self._kept) is None:
             return None
         return {k: jax.tree.map(_to_host, x) for k, x in kept.items() if own or k != "own"}
 

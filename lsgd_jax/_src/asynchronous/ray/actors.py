@@ -188,7 +188,7 @@ class WorkerActor:
         Returns None at once from a restarted worker that does not take part yet: the
         request was addressed to its previous incarnation.
         """
-        has_begun = self.worker is not None and self.worker.kept is not None
+        has_begun = self.worker is not None and self.worker.has_begun
         if self._is_restarted and not has_begun:
             return buffered(None)
         mailbox, given = self.transport.mailbox, unbuffered(arguments)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -51,24 +51,19 @@ class Speeds:
         check_fraction("jitter", self.jitter)
         check_fraction("stall_probability", self.stall_probability)
 
-    def of(self, worker: int, seed: int) -> "StepSeconds":
+    def of(self, worker: int, seed: int) -> Callable[[], float]:
         """Returns a function that draws the durations of one worker's steps."""
-        return StepSeconds(self, worker, seed)
+        random = np.random.default_rng([seed, worker])
+        mean, sigma = self.step * self.slow.get(worker, 1.0), self.lognormal
 
+        def draw() -> float:
+            seconds = mean
+            if self.jitter:
+                seconds *= 1 + self.jitter * random.uniform(-1, 1)
+            if sigma:
+                seconds *= math.exp(sigma * random.standard_normal() - sigma**2 / 2)
+            if self.stall_probability and random.random() < self.stall_probability:
+                seconds += self.stall
+            return seconds
 
-class StepSeconds:
-    """Draws the durations of one worker's steps, one per call."""
-
-    def __init__(self, speeds: Speeds, worker: int, seed: int):
-        self._speeds, self._random = speeds, np.random.default_rng([seed, worker])
-        self._mean = speeds.step * speeds.slow.get(worker, 1.0)
-
-    def __call__(self) -> float:
-        speeds, seconds = self._speeds, self._mean
-        if speeds.jitter:
-            seconds *= 1 + speeds.jitter * self._random.uniform(-1, 1)
-        if sigma := speeds.lognormal:
-            seconds *= math.exp(sigma * self._random.standard_normal() - sigma**2 / 2)
-        if speeds.stall_probability and self._random.random() < speeds.stall_probability:
-            seconds += speeds.stall
-        return seconds
+        return draw
