@@ -271,6 +271,9 @@ def test_an_option_of_gpus_is_proposed_for_messages_that_wait():
     )
     assert f"option {option}=4;" in str(on_gpus(waits)) and option not in str(waits)
     assert option not in str(on_gpus(priced(across=1e9, overlap=1.0)))
+    several = aot.Comparison({"float32": on_gpus(waits), "quiet": on_gpus(priced())})
+    plan = aot.Plan((aot.Choice({"period": 4}, 0, on_gpus(waits)),), {})
+    assert all(str(x).count(f"option {option}=4;") == 1 for x in (several, plan))
     assert aot.overlap_options(5) == {option: 8}
 
 

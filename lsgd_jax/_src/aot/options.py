@@ -27,10 +27,11 @@ def overlap_options(messages: int = 1) -> dict[str, int]:
     return {IN_FLIGHT: messages + OF_THE_STEP}
 
 
-def proposal(report: Any) -> list[str]:
-    """The lines about this option in a report of GPUs whose messages wait."""
-    chip = report.pod.chip
-    waiting = [n for n in map(_messages, report.programs) if n]
+def proposal(*reports: Any) -> list[str]:
+    """The lines about this option under reports for one pod, of GPUs, if messages wait."""
+    chip = reports[0].pod.chip
+    programs = [program for report in reports for program in report.programs]
+    waiting = [n for n in map(_messages, programs) if n]
     if chip is None or chip.name not in GPUS or not waiting:
         return []
     ((name, limit),) = overlap_options(max(waiting)).items()

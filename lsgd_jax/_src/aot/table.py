@@ -65,7 +65,8 @@ def comparison(reports: Any) -> str:
     [first, *_] = each.values()
     rows = [COMPARED, *(_compared(name, report) for name, report in each.items())]
     means = "Bytes and seconds are means over all steps."
-    return "\n".join((_cluster(first), *aligned(rows), means, *_assumptions(first)))
+    notes = (means, *_assumptions(first), *proposal(*each.values()))
+    return "\n".join((_cluster(first), *aligned(rows), *notes))
 
 
 def plan(plan: Any) -> str:
@@ -88,7 +89,9 @@ def plan(plan: Any) -> str:
     lines = [f"{line}  {row[-1]}".rstrip() for line, row in zip(without, rows)]
     left_out = [f"left out: {name}: {why}" for name, why in plan.refused.items()]
     means = "MB, exposed and step are means over all steps."
-    return "\n".join((_cluster(first), *lines, *left_out, means, *_assumptions(first)))
+    option = proposal(*(choice.report for choice in plan.choices))
+    notes = (*left_out, means, *_assumptions(first), *option)
+    return "\n".join((_cluster(first), *lines, *notes))
 
 
 def _cluster(report: Any) -> str:
