@@ -376,6 +376,17 @@ def test_a_plan_compiles_each_kind_of_phase_once_for_all_periods():
     assert "left out: period=3, fragments=2, delay=0: `fragments` must divide" in str(plan)
 
 
+def test_a_plan_with_sizes_compiles_each_round_of_a_graph():
+    def report(method, phases):
+        (program,) = (whole := priced()).programs
+        programs = tuple(dataclasses.replace(program, phase=x) for x in phases)
+        return dataclasses.replace(whole, programs=programs)
+
+    plan = aot.plan(report, lj.sgp, wire=["int8"], sizes={"node": 2, "local": 4})
+    shares = {p.phase.rounds: p.share for p in plan.best.report.programs}
+    assert shares == {(0,): 1 / 3, (1,): 1 / 3, (2,): 1 / 3}
+
+
 def test_a_plan_is_sorted_and_says_why_a_message_is_exposed():
     plan, _ = planned(period=[4], wire=["float32", "int8"], delay=[0, 1])
     found = [(x.settings["wire"], x.staleness, x.step, x.reason) for x in plan.choices]

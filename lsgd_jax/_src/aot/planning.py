@@ -13,7 +13,7 @@ from lsgd_jax._src.aot.report import Program, Report, shares_of
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer
 from lsgd_jax._src.exchange.parts import Fragment
-from lsgd_jax._src.exchange.phases import Phase
+from lsgd_jax._src.exchange.phases import Phase, Sizes
 
 
 SMALL = 0.01  # the share of a program's bytes below which a message is only a flag
@@ -116,6 +116,7 @@ def plan(
     compiled: Callable[[Any, Sequence[Phase]], Report],
     method: Callable[..., Exchange | Outer],
     on_choice: Callable[[Choice], None] | None = None,
+    sizes: Sizes | None = None,
     **settings: Sequence[Any],
 ) -> Plan:
     """Compiles a step with each choice of a method's settings and sorts them by time.
@@ -128,6 +129,8 @@ def plan(
         `report` or `report_of`.
       method: makes the method from the settings.
       on_choice: called with each choice as soon as it is compiled.
+      sizes: the sizes of the workers' axes, as for `Exchange.phase`: a program of a method
+        on a graph then holds one round, and its report counts no other one.
       **settings: the values of each argument of the method, of which all combinations are
         planned. Values that stand first count as simpler.
 
@@ -164,12 +167,12 @@ def plan(
             refused[", ".join(f"{n}={x}" for n, x in chosen.items())] = str(error)
             continue
         rest = tuple(str(x) for n, x in chosen.items() if not n.endswith("period"))
-        key = rest, made.phases()
+        key = rest, made.phases(sizes)
         if key not in known:
-            known[key] = _of_all_phases(compiled, made)
+            known[key] = _of_all_phases(compiled, made, sizes)
         pulls = (made.method if isinstance(made, Outer) else made).pulls
         staleness = max(pull.delay for pull in pulls)
-        choice = Choice(chosen, staleness, known[key].over(made))
+        choice = Choice(chosen, staleness, known[key].over(made, sizes))
         choices.append(choice)
         if on_choice is not None:
             on_choice(choice)
@@ -220,10 +223,12 @@ def _reason(each: Collective) -> str:
 
 
 def _of_all_phases(
-    compiled: Callable[[Any, Sequence[Phase]], Report], method: Exchange | Outer
+    compiled: Callable[[Any, Sequence[Phase]], Report],
+    method: Exchange | Outer,
+    sizes: Sizes | None,
 ) -> Report:
     """The report of a method for which one phase of each kind is compiled."""
-    shares, kinds = shares_of(method), collections.defaultdict(list)
+    shares, kinds = shares_of(method, sizes), collections.defaultdict(list)
     for phase in shares:
         kinds[_kind(method, phase)].append(phase)
     report = compiled(method, [alike[0] for alike in kinds.values()])
