@@ -6,22 +6,33 @@ import pytest
 from harness import FACTORIES, needed
 
 import lsgd_jax as lj
+from lsgd_jax.asynchronous import (
+    ADPSGD,
+    LSGD,
+    OSGP,
+    WAGMA,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Pairwise,
+)
 
 
 INF, NAN = float("inf"), float("nan")
 COUNT, FRACTION, NUMBER = "a positive int", r"in \[0, 1\]", "at least 0 and finite"
 COUNTS = (
     "period local_period global_period sync_period batches_per_epoch loss_window window "
-    "keep until restart staleness iterations every fragments chunk"
+    "keep until restart staleness iterations every fragments chunk "
+    "momentum_every local_steps quorum"
 )
 FRACTIONS = (
     "local_pull global_pull local_proximal global_proximal pull strength mixing beta decay "
-    "value fetch_probability send_probability noloco.alpha"
+    "value fetch_probability send_probability noloco.alpha momentum"
 )
 NUMBERS = (
     "alpha slowmo.learning_rate parle.learning_rate sparse_diloco.learning_rate "
     "outer_learning_rate anchor_pull center_pull divergence_threshold gamma power initial "
-    "largest noloco.beta"
+    "largest noloco.beta deviations DiLoCo.learning_rate "
+    "DecoupledDiLoCo.learning_rate"
 )
 # For each argument, of every factory or of a single one, invalid values and what the
 # message says after "must be".
@@ -41,6 +52,10 @@ INVALID = {
     "threshold": ([-1], "positive"),
     "clip": ([0], "positive"),
     "weights": ([(0, 0), (1, -1)], "finite numbers"),
+    "DiLoCo.weights": (["none"], "one of"),
+    "DiLoCo.delay": ([-1], NUMBER),
+    "tokens": ([(1.0, -1.0)], NUMBER),
+    "DecoupledDiLoCo.local_steps": ([0, 5], "(a positive int|divisible by)"),
     "guard": ([True], "a Guard or None"),
     "outer": ([0.7], "an optax .*got outer=0.7"),
     "part": (["head", [], 0.5], "a function"),
@@ -63,6 +78,7 @@ FACTORIES = [
         lj.robust.trimmed_mean,
     ),
     *(lj.Guard, lj.Pull, lj.TopK, lj.rules.leader, lj.scoping),
+    *(ADPSGD, LSGD, OSGP, WAGMA, DecoupledDiLoCo, DiLoCo, Pairwise),
 ]
 
 

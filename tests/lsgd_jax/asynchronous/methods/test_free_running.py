@@ -13,13 +13,9 @@ from harness import mostly_slow
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.methods.driver import MOST, Peers
 from lsgd_jax.asynchronous import (
-    ADPSGD,
     LSGD,
     OSGP,
-    WAGMA,
-    DecoupledDiLoCo,
     DiLoCo,
-    Pairwise,
     Pulls,
 )
 
@@ -136,30 +132,6 @@ def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay, wire):
     for worker in toys.simulate(task, method, 1, 2, 40, [1, 1.1]):
         assert worker.loss == 1 and np.isfinite(worker.vector()).all()
         assert np.isnan(worker.report.loss) and worker.report.score == np.inf
-
-
-@pytest.mark.parametrize(
-    "method, given",
-    [
-        *[(LSGD, x) for x in ({"local_pull": 2.0}, {"global_period": 0})],
-        (LSGD, {"loss_window": 0}),
-        *[(Pairwise, x) for x in ({"interpolation": "none"}, {"value": 1.5})],
-        *[(Pairwise, x) for x in ({"fetch_probability": -1}, {"window": 0})],
-        (ADPSGD, {"window": 0}),
-        *[(OSGP, x) for x in ({"staleness": 0}, {"window": 0})],
-        *[(WAGMA, x) for x in ({"group_size": 3}, {"sync_period": 0})],
-        *[(DiLoCo, x) for x in ({"local_steps": 0}, {"learning_rate": -1.0})],
-        *[(DiLoCo, x) for x in ({"momentum": 2.0}, {"momentum_every": 0})],
-        *[(DiLoCo, x) for x in ({"weights": "none"}, {"delay": -1})],
-        *[(DecoupledDiLoCo, x) for x in ({"local_steps": 5}, {"fragments": 0})],
-        *[(DecoupledDiLoCo, x) for x in ({"quorum": 0}, {"mixing": 2.0})],
-        *[(DecoupledDiLoCo, x) for x in ({"deviations": -1}, {"merge": "none"})],
-        (DecoupledDiLoCo, {"tokens": (1.0, -1.0)}),
-    ],
-)
-def test_options_that_are_refused(method, given):
-    with pytest.raises(ValueError, match=f"`{next(iter(given))}` must be"):
-        method(**given)
 
 
 def test_peers_are_chosen_uniformly_and_reproducibly():
