@@ -1,9 +1,7 @@
 """Faults injected into several processes: no process hangs, and no result is lost."""
 
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -147,42 +145,6 @@ def test_a_process_late_for_the_first_step_is_waited_for(start, undisturbed, tmp
     trainers = start(2, "--steps", str(END), before=late)
     assert trainers.end() == [0, 0], trainers.printed(0)
     assert_equal_to_the_bit(numbers(tmp_path / "run", END), undisturbed(END))
-
-
-def fill(disk, leave):
-    """Fills a disk except for `leave` bytes, in which no checkpoint fits."""
-    size = shutil.disk_usage(disk).free - leave
-    (disk / "ballast").write_bytes(bytes(size))
-
-
-@pytest.mark.slow
-def test_a_full_disk_loses_only_checkpoints(start, check_resumed, tmp_path):
-    """Training continues. The last complete checkpoint resumes on another disk."""
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, stderr=-3).returncode:
-        pytest.skip("no small disk can be mounted here")
-    try:
-        (disk / "run").mkdir()
-        run.symlink_to(disk / "run")
-        more = ["--keep-checkpoints", "100", "--steps", "32"]
-        trainers = start(2, *more)
-        trainers.until(lambda: 8 in checkpoints(run))
-        fill(disk, leave=2**13)
-        assert trainers.end() == [1, 1], trainers.printed(0)
-        for i, name in enumerate(["warning: ", "process 1: warning: "]):
-            assert f"\n{name}the checkpoint of step " in trainers.printed(i)
-            assert " was not written: " in trainers.printed(i)
-        last = trainers.last_line(0)
-        assert "test error" in last and "after 32 steps" in last
-        whole = checkpoints(run)
-        assert whole and whole == list(range(4, 4 * len(whole) + 1, 4)) and max(whole) < 32
-        run.unlink()
-        shutil.copytree(disk / "run", run)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)])
-    check_resumed(2, "--checkpoint-every", str(END))
 
 
 @pytest.mark.slow

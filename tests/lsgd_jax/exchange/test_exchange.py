@@ -145,16 +145,6 @@ def test_a_step_without_a_finite_loss_moves_finite_elements_only():
     assert seen[0].tolist() == [[1, 0, 0], [1, 2, 3]]
 
 
-def test_parameters_stay_nan_until_an_exchange_replaces_them():
-    """A guarded base optimizer passes on updates of 0 for them."""
-    start = np.array([[np.nan, 5.0], [1.0, 2.0]], np.float32)
-    zeros = np.zeros_like(start)
-    seen, state = train(lj.local_sgd(2), pair(), start, [zeros] * 2, [[np.nan, 1.0]] * 2)
-    np.testing.assert_array_equal(seen[0], start)
-    assert seen[1].tolist() == [[1, 2], [1, 2]]
-    assert lj.diagnostics(state)[0].restored.tolist() == [1, 0]
-
-
 def test_a_fragment_that_was_restored_does_not_restore_the_rest():
     tx = lj.diloco(2, optax.sgd(1.0), fragments=2)
     start = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
@@ -166,9 +156,6 @@ def test_a_fragment_that_was_restored_does_not_restore_the_rest():
     np.testing.assert_array_equal(seen[1]["a"], [1, 1])
     assert np.ptp(seen[1]["b"]) == 0
     assert not lj.waiting(state).any()
-
-
-# The position of an exchange in its chain
 
 
 # Numbers
@@ -255,7 +242,6 @@ def test_resize_discards_messages_in_flight():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: lj.exchange(check="never"), "`check` must be one of"),
         (
             lambda: lj.lsgd(axes=((), "node")),
             r"`axes` must be a name .* got axes=\(\(\), 'no",
@@ -267,9 +253,6 @@ def test_resize_discards_messages_in_flight():
         ),
         (lambda: lj.allreduce(axes=3), "or a tuple of names, got axes=3"),
         (lambda: lj.fragment(2, 2), r"`index` must be an int in \[0, 2\)"),
-        (lambda: lj.diloco(7, fragments=2), "`fragments` must divide the period"),
-        (lambda: lj.diloco(8, fragments=2, delay=8), r"`delay` must be an int in \[0, 8\)"),
-        (lambda: lj.lsgd(0.1, 0.1, 4, 8, delay=4), "`delay` must be"),
         (
             lambda: lj.lsgd(0.1, 0.1, 8, 9, fragments=2),
             "got fragments=2 and a period of 9",

@@ -6,25 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import SGD, Run, close, everywhere, make, mean
+from harness import SGD, Run, everywhere, make, mean
 
 import lsgd_jax as lj
 
 
 graph = lj.topology
-
-
-def test_slowmo_follows_its_rule_under_a_schedule():
-    alpha, beta, eta = 0.8, 0.6, lambda t: 0.5 / t
-    run = make(lj.slowmo(2, alpha, beta, eta), 4)
-    x, a, m = run.start["w"], mean(run.start)["w"], 0.0
-    for t, (target, seen) in enumerate(zip(run.batches, run.train()[0]), 1):
-        x = x - 0.1 * (x - target["w"])
-        if t % 2 == 0:
-            m = beta * m + (a - x.mean(axis=0)) / eta(t)
-            a = a - alpha * eta(t) * m
-            x = jnp.broadcast_to(a, x.shape)
-        close(seen["w"], np.asarray(x))
 
 
 def test_post_local_sgd_switches():

@@ -58,39 +58,6 @@ def test_against_numpy(nodes, locals, pulls, periods, window, order):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_ties_go_to_the_worker_of_lowest_index():
-    x, updates, losses = draw(4, steps=1)
-    losses[:] = 1
-    got, _ = run(lj.Workers(1, 4), lj.lsgd(1.0, 0.0, 1, 1), x, updates, losses)
-    np.testing.assert_allclose(
-        got[0], np.tile(x[0] + updates[0, 0], (4, 1)), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_the_window_averages_only_measured_losses():
-    """If missing losses counted as zeros, worker 1 would lead at step 1."""
-    x, updates, _ = draw(2, steps=2)
-    losses = np.array([[1.0, 2.0], [5.0, 2.0]])
-    tx = lj.lsgd(1.0, 0.0, 1, 1, loss_window=10)
-    _, state = run(lj.Workers(1, 2), tx, x, updates[:1], losses[:1])
-    assert lj.diagnostics(state)[0].leader.tolist() == [0, 0]
-    assert lj.diagnostics(state)[0].score.tolist() == [1, 2]
-    _, state = run(lj.Workers(1, 2), tx, x, updates, losses)
-    assert lj.diagnostics(state)[0].leader.tolist() == [1, 1]  # means 3 and 2
-
-
-def test_a_schedule_sets_the_pull_of_each_step():
-    x, updates, losses = draw(4, steps=3)
-    got, _ = run(
-        lj.Workers(1, 4), lj.lsgd(lambda t: 0.1 * t, 0.0, 1, 1, 1), x, updates, losses
-    )
-    y = x.copy()
-    for t in (1, 2, 3):
-        y = y + updates[t - 1]
-        y = y - 0.1 * t * (y - y[np.argmin(losses[t - 1])])
-    np.testing.assert_allclose(got[-1], y, rtol=1e-5, atol=1e-6)
-
-
 def test_proximal_steps_pull_towards_the_last_elected_leaders():
     """y ← (1 − p_G/τ_G) y + (p_G/τ_G) x̃, then the same locally, then the due pulls."""
     nodes, locals, window = 2, 2, 1
@@ -129,22 +96,6 @@ def test_one_axis_is_one_node():
     for t in range(4):
         x, state = step(x, state, updates[t], losses[t])
         np.testing.assert_allclose(x, expected[t], rtol=1e-5, atol=1e-6)
-
-
-# Workers that are not finite
-
-
-def test_a_node_without_a_finite_worker_waits_for_the_global_leader():
-    x, updates, losses = draw(8, steps=4)
-    losses[:, :4] = np.nan  # all of node 0
-    got, state = run(lj.Workers(2, 4), lj.lsgd(0.2, 0.4, 2, 4, 1), x, updates, losses)
-    free = x[:4] + updates[:2, :4].sum(axis=0)
-    np.testing.assert_allclose(got[1, :4], free, rtol=1e-5, atol=1e-6)
-    leader = int(lj.diagnostics(state)[1].leader[0])
-    assert leader >= 4
-    np.testing.assert_allclose(
-        got[3, :4], np.tile(got[3, leader], (4, 1)), rtol=1e-5, atol=1e-6
-    )
 
 
 # Types and errors

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import shutil
 
 import jax
 import numpy as np
@@ -18,8 +17,6 @@ from train.__main__ import main
 from train.config import DataConfig, TransformerConfig, WorkersConfig, methods
 from train.data.translation import Pairs, Translation
 from train.metrics import log
-from train.run.loop import train
-from train.run.open import open_run
 from train.task import translation as task
 
 
@@ -120,20 +117,6 @@ def test_a_model_of_translation_is_exported(finished, tmp_path):
     path = str(tmp_path / "out" / "sentencepiece.model")
     processor = sentencepiece.SentencePieceProcessor(model_file=path)
     assert processor.get_piece_size() == said["outputs"]
-
-
-@pytest.mark.slow
-def test_resuming_requires_the_same_sentences(finished, small, tmp_path):
-    """That resuming is exact is tested with images, whose rows are drawn alike."""
-    folder = shutil.copytree(finished[1].folder, tmp_path / "run")
-    again = dataclasses.replace(small, run_dir=str(folder), resume=True)
-    run = open_run(again)
-    tiny.assert_equal_to_the_bit(run.state, finished[0].state)
-    assert train(run).tested == finished[1].tested
-    (tmp_path / "other").write_text("\n".join(b for _, b in reversed(PAIRS)))
-    data = dataclasses.replace(again.data, target=(str(tmp_path / "other"),))
-    with pytest.raises(ValueError, match="is a run on other data, which .*vocabulary.js"):
-        open_run(dataclasses.replace(again, data=data))
 
 
 @pytest.mark.slow
