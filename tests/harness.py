@@ -280,6 +280,11 @@ METHODS |= {
 }
 
 
+def in_turn(names, values):
+    """Pairs of each name and one of the values, which take turns."""
+    return [(name, values[i % len(values)]) for i, name in enumerate(names)]
+
+
 def mostly_slow(cases, fast):
     """Cases of a parametrized test, all of which but the fast ones are marked slow."""
     values = lambda case: case if isinstance(case, tuple) else (case,)

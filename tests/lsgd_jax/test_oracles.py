@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import CASES_2026, inputs_2026, mostly_slow, train, train_rows
+from harness import CASES_2026, in_turn, inputs_2026, mostly_slow, train, train_rows
 
 import lsgd_jax as lj
 
@@ -39,18 +39,14 @@ def build(case):
     return optax.chain(base, getattr(lj, name)(**settings))
 
 
-DEVICES = (8, 4, 2, 1)
+EACH = in_turn(CASES, (8, 1, 2, 4))
 # Of methods that have another oracle.
 MORE = ("lsgd_single_leader", "easgd_combine_then_adapt", "pairwise_constant")
 
 
+# `test_numbers_do_not_depend_on_the_devices` runs every method on others, too.
 @pytest.mark.parametrize(
-    "name, devices",
-    mostly_slow(
-        [(name, devices) for name in CASES for devices in DEVICES],
-        # By default each method runs on one number of devices, and the numbers take turns.
-        fast=[(name, DEVICES[-i % 4]) for i, name in enumerate(CASES) if name not in MORE],
-    ),
+    "name, devices", mostly_slow(EACH, fast=[case for case in EACH if case[0] not in MORE])
 )
 def test_oracle(name, devices):
     case, oracle = CASES[name], np.load(FOLDER / f"{name}.npz")

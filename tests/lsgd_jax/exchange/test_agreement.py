@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, Run, exchanged, mostly_slow
+from harness import METHODS, Run, exchanged, in_turn, mostly_slow
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -120,12 +120,10 @@ def test_a_worker_that_differs_is_named_and_takes_the_majoritys_value(name, devi
 
 
 VERIFIED = [n for n, m in METHODS.items() if not m.first and not m.around]
-# The numbers of devices take turns.
-TURNS = [(name, (1, 2, 4, 8)[i % 4]) for i, name in enumerate(VERIFIED)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, devices", TURNS)
+@pytest.mark.parametrize("name, devices", in_turn(VERIFIED, (1, 2, 4, 8)))
 def test_there_are_no_false_alarms_and_numbers_stay_the_same(name, devices):
     make = METHODS[name].make
     plain, checked = (

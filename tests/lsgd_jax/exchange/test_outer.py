@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import GUARDED, METHODS, after, around, exchanges, mostly_slow, run_of, train
+from harness import (
+    GUARDED,
+    METHODS,
+    after,
+    around,
+    exchanges,
+    in_turn,
+    mostly_slow,
+    run_of,
+    train,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -100,28 +110,6 @@ def test_one_worker_alone_needs_no_axis():
     first = -0.5 * (2 + 0.9 * 2)
     trace = 2 + 0.9 * 2  # both pseudo-gradients are 2
     close(seen, [-1, first, first - 1, first - 0.5 * (2 + 0.9 * trace)])
-
-
-def test_a_loop_that_counts_may_compile_each_phase():
-    o, workers = lj.outer(lj.lsgd(0.5, 0.5, 2, 4)), lj.Workers(2, 2)
-    step = workers.map(
-        lambda x, s, phase: o.step(x, s, loss=x.sum(), phase=phase), static="phase"
-    )
-    x = workers.put(np.arange(8.0, dtype=np.float32).reshape(4, 2))
-    state = workers.map(o.init)(x)
-    phases = [o.phase(t) for t in range(1, 5)]
-    assert [str(phase) for phase in phases] == [
-        "quiet",
-        "send 0, land 0",
-        "quiet",
-        "send 0+1, land 0+1",
-    ]
-    assert {*o.phases()} == {*phases} and [o.is_due(t) for t in (1, 2)] == [False, True]
-    quiet = step.lower(x, state, phase=phases[0]).compile().as_text()
-    assert exchanges(quiet) == (0, [])
-    x, state = step(x, state, phase=phases[0])
-    x, state = step(x, state, phase=phases[0])  # a pull was due
-    assert lj.diagnostics(state)[0].misplaced.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("make", [lambda: lj.local_sgd(1), lambda: lj.diloco(1, delay=0)])
@@ -277,10 +265,15 @@ def trained_on_workers(name):
     return trained(method, workers.mesh, workers.map, contextlib.nullcontext())
 
 
+# The ways take turns, and only those that are told make bits equal.
+TURNS = [("int8", told) for told in TOLD] + in_turn(ENCODED, [*TOLD])
+TURNS += in_turn("lsgd diloco easgd bfloat16 fragments".split(), [*TOLD][::-1])
+
+
 @pytest.mark.parametrize(
     "name, told",
     mostly_slow(
-        [(name, told) for name in ON_REPLICAS | ENCODED for told in TOLD],
+        TURNS,
         fast=[("int8", "specs"), ("int8", "types"), ("diloco", "untold")],
     ),
 )

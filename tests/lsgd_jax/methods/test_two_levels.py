@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from harness import SGD, Run, close, make, mostly_slow, rule_of
+from harness import SGD, Run, close, in_turn, make, mostly_slow, rule_of
 
 import lsgd_jax as lj
 
@@ -48,26 +48,6 @@ def test_allreduce_inside_the_node_with_diloco_across():
         np.testing.assert_allclose(got[t], x, rtol=1e-5, atol=1e-6)
 
 
-def test_lsgd_inside_the_node_with_sgp_across():
-    tx = optax.chain(
-        optax.sgd(RATE),
-        lj.exchange(
-            lj.lsgd(0.3, 0.0, local_period=2, loss_window=1),
-            lj.sgp(lj.topology.exponential(NODES), axes="node"),
-        ),
-    )
-    start, grads, losses, got = run(tx)
-    x = start
-    for t in range(STEPS):
-        x = x - RATE * grads[t]
-        if t % 2:
-            first = losses[t].reshape(NODES, LOCALS).argmin(axis=1) + [0, LOCALS]
-            x = x - 0.3 * (x - np.repeat(x[first], LOCALS, axis=0))
-        # Two nodes send each other one half, so that all weights stay 1.
-        x = (x + np.roll(x, LOCALS, axis=0)) / 2
-        np.testing.assert_allclose(got[t], x, rtol=1e-5, atol=1e-6)
-
-
 graph = lj.topology
 
 
@@ -84,13 +64,14 @@ def one_group(name, W):
     return make(GROUPED[name](("node", "local")), W)
 
 
-EACH = [(n, axes, d) for n in GROUPED for axes in ("local", "node") for d in (8, 2, 1)]
+EACH = [(n, axes) for n in GROUPED for axes in ("local", "node")]
+EACH = [(*both, devices) for both, devices in in_turn(EACH, (2, 8, 1))]
 
 
 # By default a method with a center and one with a graph, inside and across.
 @pytest.mark.parametrize(
     "name, axes, devices",
-    mostly_slow(EACH, fast=[("easgd", "local", 2), ("wagma", "node", 2)]),
+    mostly_slow(EACH, fast=[EACH[0], EACH[-1]]),
 )
 def test_each_group_trains_by_itself(name, axes, devices):
     """Inside the nodes, or across them; each group has its own center."""
