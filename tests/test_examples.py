@@ -4,10 +4,10 @@ import importlib.util
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import train
 
 import lsgd_jax as lj
 
@@ -49,16 +49,9 @@ def test_a_nonfinite_worker_is_not_followed(example):
     part = lambda path: path == "a"
     tx = lj.exchange(lj.Pull(rule, 1.0, every=3, offset=2, delay=1, part=part))
 
-    def step(x, state, loss):
-        updates, state = tx.update(optax.tree.zeros_like(x), state, x, value=loss)
-        return lj.apply_updates(x, updates), state
-
-    x = workers.put({k: jnp.array([jnp.nan, 1.0, 2.0]) for k in "ab"})
-    state, losses = workers.map(tx.init)(x), workers.put(jnp.array([2.0, 1.0, 3.0]))
-    seen = []
-    for _ in range(3):
-        x, state = workers.map(step)(x, state, losses)
-        seen.append(workers.fetch(x))
+    x = {k: np.array([np.nan, 1.0, 2.0], np.float32) for k in "ab"}
+    still = {k: np.zeros(3, np.float32) for k in "ab"}
+    seen, state = train(tx, workers, x, [still] * 3, [[2.0, 1.0, 3.0]] * 3)
     # Sent at t = 1, taken at t = 2; of the two that are finite worker 1 is the median.
     np.testing.assert_array_equal([x["a"][1] for x in seen], [1, 1, 1])
     np.testing.assert_array_equal([x["a"][2] for x in seen], [2, 1, 1])

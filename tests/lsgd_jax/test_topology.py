@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import exchanged
@@ -153,12 +152,6 @@ def test_the_round_is_that_of_the_exchange(rule, every, delay):
     x = np.arange(8.0, dtype=np.float32)[:, None]
     got, _ = exchanged(tx, lj.Workers(2, 4), x, steps=3 * every)
     np.testing.assert_allclose(got, np.full([8, 1], 3.5), rtol=1e-6)
-
-
-def test_rounds_take_turns():
-    graph = topology.exponential(8)
-    at = [int(graph.round_at(jnp.int32(t))) for t in range(1, 8)]
-    assert at == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(

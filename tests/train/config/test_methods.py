@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import train
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
@@ -76,18 +77,8 @@ def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
 
 def steps_of(tx, gradients=(1.0, 3.0), steps=5):
     """Parameters [steps, W] of workers with constant gradients that start at 0."""
-    workers = lj.Workers(1, len(gradients))
-
-    def step(x, state, g):
-        updates, state = tx.update(g, state, x, value=g)
-        return lj.apply_updates(x, updates), state
-
-    x, g = workers.put(jnp.zeros(len(gradients))), workers.put(jnp.array(gradients))
-    state, seen, step = workers.map(tx.init)(x), [], workers.map(step)
-    for _ in range(steps):
-        x, state = step(x, state, g)
-        seen.append(np.asarray(x))
-    return np.stack(seen)
+    workers, g = lj.Workers(1, len(gradients)), np.array(gradients, np.float32)
+    return np.stack(train(tx, workers, 0 * g, [g] * steps, [g] * steps)[0])
 
 
 def configured(method, optimizer):

@@ -52,9 +52,10 @@ def test_a_slow_worker_holds_no_other_up(name):
     assert max(worker.report.staleness for worker in workers) >= 1
 
 
-@pytest.mark.parametrize("method", [*METHODS.values(), OSGP()], ids=[*METHODS, "osgp"])
-def test_a_worker_that_is_not_finite_is_restored_and_harms_no_other(method):
+@pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
+def test_a_worker_that_is_not_finite_is_restored_and_harms_no_other(name):
     """No step moves a worker here, so that all must end where they have started."""
+    method = {**METHODS, **TOGETHER}[name]
     task = toys.broken(toys.resting(apart=0.0), 1, steps=[3])
     workers = toys.simulate(task, method, 1, 4, 24, [1, 1.1, 1.2, 1.3])
     start = [toys.vector(toys.start())] * 4
