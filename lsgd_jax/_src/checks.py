@@ -93,17 +93,14 @@ def check_same_tree(name: str, tree: Any, like: Any) -> None:
             )
 
 
-def check_auto_mesh() -> None:
-    """Raises ValueError while tracing with an `AxisType.Explicit` axis.
+def check_all_auto(mesh: Mesh | AbstractMesh | None = None) -> None:
+    """Raises ValueError for a mesh that has an `AxisType.Explicit` axis.
 
-    For functions that take a function of the user's, whose axes would be unknown; all
-    others see automatic axes on any mesh (see `explicit`).
+    mesh: defaults to the one of the trace, in functions that take a function of the user's,
+      whose axes would be unknown; all others see automatic axes on any mesh (see
+      `explicit`).
     """
-    check_all_auto(jax.sharding.get_abstract_mesh())
-
-
-def check_all_auto(mesh: Mesh | AbstractMesh) -> None:
-    """Raises ValueError for a mesh that has an `AxisType.Explicit` axis."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     explicit = [
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types)

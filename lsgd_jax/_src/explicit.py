@@ -15,13 +15,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.layouts import (
+    TYPED,
     Layouts,
     known,
     known_axes,
     over,
     shard_by_shard,
-    told_by_types,
 )
+from lsgd_jax._src.shared import during
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,6 +45,9 @@ def with_automatic_axes(fn: F) -> F:
         mesh = explicit_mesh(leaves)
         if mesh is None:
             return fn(*args, **named)
+        kinds = {AxisType.Explicit: AxisType.Auto}
+        types = tuple(kinds.get(kind, kind) for kind in mesh.axis_types)
+        automatic = mesh.update(axis_types=types)
         arrays = [isinstance(x, jax.Array) for x in leaves]
         specs = [jax.typeof(x).sharding.spec if a else None for x, a in zip(leaves, arrays)]
         each_argument = (*args, *(named[name] for name in sorted(named)))
@@ -62,8 +66,8 @@ def with_automatic_axes(fn: F) -> F:
             each = [next(rest) if a else x for x, a in zip(leaves, arrays)]
             # Under a `jax.vmap`, the axis of the workers is automatic as well, and no array
             # can be taken apart along the other axes; see `replicas`.
-            layout = known(layouts) if mesh.manual_axes else told_by_types(layouts)
-            with jax.sharding.use_abstract_mesh(_automatic(mesh)), layout:
+            layout = known(layouts) if mesh.manual_axes else during(TYPED, layouts)
+            with jax.sharding.use_abstract_mesh(automatic), layout:
                 args, named = treedef.unflatten(map(inside, each))
                 outputs = fn(*args, **named)
             results, structure = jax.tree.flatten(outputs)
@@ -130,12 +134,6 @@ def _with_explicit_axes(fn: Callable, mesh: AbstractMesh, layouts: Layouts) -> C
 def _retyped(x: Any, spec: Spec | None) -> Any:
     """x with the type of that spec on the mesh of the context."""
     return jax.reshard(x, spec or Spec()) if isinstance(x, jax.Array) else x
-
-
-def _automatic(mesh: AbstractMesh) -> AbstractMesh:
-    kinds = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
-    types = [kinds.get(name, kind) for name, kind in zip(mesh.axis_names, mesh.axis_types)]
-    return mesh.update(axis_types=tuple(types))
 
 
 def explicit_mesh(leaves: Any = ()) -> AbstractMesh | None:

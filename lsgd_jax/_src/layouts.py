@@ -241,7 +241,8 @@ class Layouts:
 
 _Variable = contextvars.ContextVar[Layouts | None]
 _KNOWN: _Variable = contextvars.ContextVar("known", default=None)
-_TYPED: _Variable = contextvars.ContextVar("typed", default=None)
+# The layouts that types tell, where arrays cannot be taken apart by them.
+TYPED: _Variable = contextvars.ContextVar("typed", default=None)
 
 
 def known(layouts: Layouts | None) -> contextlib.AbstractContextManager:
@@ -249,14 +250,9 @@ def known(layouts: Layouts | None) -> contextlib.AbstractContextManager:
     return during(_KNOWN, layouts)
 
 
-def told_by_types(layouts: Layouts | None) -> contextlib.AbstractContextManager:
-    """Keeps the layouts that types tell, where arrays cannot be taken apart by them."""
-    return during(_TYPED, layouts)
-
-
 def typed() -> Layouts | None:
     """The layouts that the types of explicit axes tell, if any."""
-    return _TYPED.get()
+    return TYPED.get()
 
 
 def on_one_device() -> contextlib.AbstractContextManager:

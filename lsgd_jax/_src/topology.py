@@ -241,13 +241,12 @@ def matchings(num_workers: int, rounds: int = 16, seed: int = 0) -> Topology:
     check_positive_int("num_workers", num_workers)
     check_positive_int("rounds", rounds)
     rng, half = np.random.default_rng(seed), num_workers // 2
-
-    def pairs() -> list[Edge]:
+    edges = list[list[Edge]]()
+    for _ in range(rounds):
         order = rng.permutation(num_workers).tolist()
         met = list(zip(order[:half], order[half : 2 * half]))
-        return met + [(j, i) for i, j in met]
-
-    return _build("matchings", num_workers, [pairs() for _ in range(rounds)])
+        edges.append(met + [(j, i) for i, j in met])
+    return _build("matchings", num_workers, edges)
 
 
 def from_edges(
@@ -332,14 +331,6 @@ def metropolis(edges: Iterable[Edge], num_workers: int | None = None) -> Topolog
     return dataclasses.replace(graph, name="metropolis", weights=_as_tuples(P[None]))
 
 
-def check_size(topology: Topology, num_workers: int) -> None:
-    """Raises ValueError unless the topology has that many workers."""
-    if topology.num_workers != num_workers:
-        raise ValueError(
-            f"`topology` must be a graph of {num_workers} workers, got {topology!r}"
-        )
-
-
 def for_group(
     topology: Graph, check: Callable[[Topology], None] = lambda topology: None
 ) -> Callable[[int], Topology]:
@@ -355,7 +346,10 @@ def for_group(
     @functools.cache  # a large graph takes seconds
     def build(num_workers: int) -> Topology:
         graph = topology if isinstance(topology, Topology) else topology(num_workers)
-        check_size(graph, num_workers)
+        if graph.num_workers != num_workers:
+            raise ValueError(
+                f"`topology` must be a graph of {num_workers} workers, got {graph!r}"
+            )
         check(graph)
         return graph
 

@@ -14,18 +14,14 @@ from lsgd_jax._src.layouts import known_axes, shard_by_shard
 
 
 Tree = Any  # a pytree of arrays
-HEADROOM = 256  # see `has_headroom`
 
 
 def widened(tree: Tree) -> Tree:
     """The tree in float32 or wider, the type in which sums are computed."""
-
-    def leaf(x: Array) -> Array:
-        # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
-        is_wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
-        return x.astype(x.dtype if is_wide else jnp.float32)
-
-    return jax.tree.map(leaf, tree)
+    # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
+    is_wide = lambda t: jnp.issubdtype(t, jnp.inexact) and t.itemsize >= 4
+    dtype = lambda x: x.dtype if is_wide(x.dtype) else jnp.float32
+    return jax.tree.map(lambda x: x.astype(dtype(x)), tree)
 
 
 def arrays(tree: Tree) -> Tree:
@@ -115,6 +111,16 @@ def where(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
     )
 
 
+def column(row: Array, x: Array) -> Array:
+    """A vector [W], shaped to go with x [W, ...]."""
+    return row.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def own_axes(x: Array) -> tuple[int, ...]:
+    """The axes of x [W, ...] but the first. To flatten them would gather a sharded x."""
+    return tuple(range(1, x.ndim))
+
+
 def mean_of(sums: Tree, count: Array) -> Tree:
     """sums / count, in the dtypes of the sums."""
     return jax.tree.map(lambda s: s / count.astype(s.dtype), sums)
@@ -188,15 +194,6 @@ def all_finite(tree: Tree) -> Array:
         return lax.pmin(lowest, axes) if axes else lowest
 
     return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
-
-
-def has_headroom(tree: Tree) -> Array:
-    """Whether all elements are finite, and 256 times as large ones would be: a bool scalar.
-
-    Sums of finite numbers may overflow. A center or an anchor moves only by sums that have
-    headroom, so that it and its momentum stay finite.
-    """
-    return all_finite(jax.tree.map(lambda x: HEADROOM * x, tree))
 
 
 def materialized(*scalars: Any) -> list[Array]:

@@ -50,7 +50,7 @@ def test_traced_numbers_pass_and_traced_counts_are_refused_with_a_remedy():
 def test_a_mesh_with_explicit_axes_is_refused_where_they_are_not_manual(manual):
     def trace(kind):
         mesh = jax.make_mesh((2, 2), ("node", "model"), axis_types=(kind,) * 2)
-        f = lambda x: (checks.check_auto_mesh(), x)[1]
+        f = lambda x: (checks.check_all_auto(), x)[1]
         mapped = jax.shard_map(
             f, mesh=mesh, axis_names=manual, in_specs=PartitionSpec("node"),
             out_specs=PartitionSpec("node"),

@@ -83,22 +83,18 @@ def desloc(
     of_all = Pull(average(axes), 1.0, every=period, part=part, wire=wire)
     base = optax.with_extra_args_support(base)
 
-    def periods_of(state: Any) -> Mapping[str, int]:
-        if moments is not None:
-            return moments
-        present = (name for name in MOMENTS if optax.tree.get(state, name) is not None)
-        found = {name: MOMENTS[name] * period for name in present}
-        if not found:
-            raise ValueError(
-                f"`moments` must name the fields of the base's state to average: it has "
-                f"none of {', '.join(map(repr, MOMENTS))}; parameters alone are averaged "
-                "by `local_sgd`"
-            )
-        return found
-
     def around(params: Any, state: Any) -> optax.GradientTransformationExtraArgs:
         """The exchange, with the base optimizer that has this state."""
-        periods = periods_of(state)
+        periods = moments
+        if periods is None:
+            present = (name for name in MOMENTS if optax.tree.get(state, name) is not None)
+            periods = {name: MOMENTS[name] * period for name in present}
+            if not periods:
+                raise ValueError(
+                    "`moments` must name the fields of the base's state to average: it has "
+                    f"none of {', '.join(map(repr, MOMENTS))}; parameters alone are "
+                    "averaged by `local_sgd`"
+                )
         taken = jax.tree.unflatten(jax.tree.structure(params), runs_of(part, params))
         others = dict.fromkeys(periods, False)
         # `with_state` exchanges the tree (parameters, {field: tree}).

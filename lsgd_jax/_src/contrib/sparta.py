@@ -1,7 +1,6 @@
 """SPARTA: a few random entries of the parameters are averaged at every step."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Unpack
 
 import jax
@@ -92,8 +91,12 @@ def _averaged(
 
     def average(tree: Tree, where: Array, t: Array) -> tuple[Tree, Array]:
         leaves, treedef = jax.tree.flatten(tree)
-        key = draws(seed, t)
-        drawn = _drawn([leaf.size for leaf in leaves], cell, key)
+        # One entry of every cell of each leaf.
+        counts = [-(-leaf.size // cell) for leaf in leaves]
+        offsets = jax.random.randint(draws(seed, t), [sum(counts)], 0, cell, jnp.int32)
+        ends = itertools.accumulate(counts)
+        first = lambda count: cell * jnp.arange(count, dtype=jnp.int32)
+        drawn = [first(n) + offsets[end - n : end] for n, end in zip(counts, ends)]
         flat = [widened(leaf).ravel() for leaf in leaves]
         # The last cell of a leaf may reach beyond its end, where there is nothing to draw.
         mine = [x.at[k].get(mode="fill", fill_value=0) for x, k in zip(flat, drawn)]
@@ -103,12 +106,3 @@ def _averaged(
         return jax.tree.unflatten(treedef, shaped), count
 
     return shard_by_shard(average, tree, where, t, out=lambda specs, *_: (specs, Spec()))
-
-
-def _drawn(sizes: Sequence[int], cell: int, key: Array) -> list[Array]:
-    """One entry of every cell of flat arrays of these sizes: int32 [cells] each."""
-    counts = [-(-size // cell) for size in sizes]
-    offsets = jax.random.randint(key, [sum(counts)], 0, cell, jnp.int32)
-    ends = list(itertools.accumulate(counts))
-    first = lambda count: cell * jnp.arange(count, dtype=jnp.int32)
-    return [first(n) + offsets[end - n : end] for n, end in zip(counts, ends)]

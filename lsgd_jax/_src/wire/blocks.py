@@ -90,11 +90,8 @@ class Along(NamedTuple):
         >>> Along.of((512, 512), 256).axis
         0
         """
-
-        def largest(n: int) -> int:
-            return max(b for b in range(1, min(n, block) + 1) if n % b == 0)
-
-        sizes = list(map(largest, shape[:end]))
+        divisors = lambda n: [b for b in range(1, min(n, block) + 1) if n % b == 0]
+        sizes = [max(divisors(n)) for n in shape[:end]]
         return cls(shape, sizes.index(max(sizes)), max(sizes))
 
     @property
@@ -136,12 +133,7 @@ class Elements(NamedTuple):
 
     shape: tuple[int, ...]
 
-    along = -1
-
-    @property
-    def width(self) -> int:
-        """The number of codes along the last axis."""
-        return self.shape[-1]
+    along, width = -1, 0  # codes without scales are not packed, at any width
 
     def blocks(self, x: Array) -> Array:
         """The array."""

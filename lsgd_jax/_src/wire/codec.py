@@ -52,9 +52,10 @@ class Codec:
     ):
         leaves = jax.tree.leaves(tree)
         axes = shards or [()] * len(leaves)
+        # With 'top-k' the leaves of a buffer are of one size.
         groups = [
-            wire.is_narrow and is_coded(leaf) and (wire.beside(leaf), names)
-            for leaf, names in zip(leaves, axes, strict=True)
+            wire.is_narrow and is_coded(x) and (wire.is_sparse and x.size, names)
+            for x, names in zip(leaves, axes, strict=True)
         ]
         self._wire: Any = wire
         self._packing = Packing(tree, groups, wire.align)

@@ -5,10 +5,10 @@ tree travel in one buffer per dtype, because each collective call has a fixed co
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,17 +81,11 @@ class MeshChannel:
 
     def gather(self, tree: Tree) -> Tree:
         """All workers' trees, leaves stacked in the order of `index`: [size, ...]."""
-        return jax.tree.map(self._gathered, tree)
-
-    def _gathered(self, x: Array) -> Array:
         devices, slots = self._devices_and_slots()
         # Vmapped axes can only be gathered one at a time: the innermost comes first.
-        stacked = x
-        for name in reversed(slots):
-            stacked = lax.all_gather(stacked, name)
-        if devices:
-            stacked = lax.all_gather(stacked, devices)
-        return stacked.reshape(self.size, *x.shape)
+        names = [*reversed(slots), *([devices] if devices else [])]
+        stacked = lambda x: functools.reduce(lax.all_gather, names, x)
+        return jax.tree.map(lambda x: stacked(x).reshape(self.size, *x.shape), tree)
 
     def transpose(self, x: Array) -> Array:
         """Row i of worker j becomes row j of worker i: shape [size, ...] in and out."""
@@ -149,7 +143,14 @@ class MeshChannel:
         if isinstance(permutation, Array):
             along = lambda x: self._through_all(x, permutation)
         else:
-            check_permutation(permutation, self.size)
+            for side, indices in zip(("source", "destination"), zip(*permutation)):
+                if len(set(indices)) < len(indices):
+                    raise ValueError(f"every {side} may occur once, got {permutation=}")
+                if not all(0 <= i < self.size for i in indices):
+                    raise ValueError(
+                        f"indices must lie in 0..{self.size - 1} for a group of "
+                        f"{self.size} workers, got {permutation=}"
+                    )
             devices, slots = self._devices_and_slots()
             along = lambda x: _send_along(x, permutation, devices, MeshChannel(slots))
         return shard_by_shard(lambda tree: _packed(along, tree), tree)
@@ -163,10 +164,6 @@ class MeshChannel:
         # Index -1 would be the last row, so workers without a source are masked.
         onward = jnp.where(has_source, parts[sources], 0)
         return cut.array(self.transpose(onward))
-
-    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
-        """`lax.switch`."""
-        return lax.switch(r, branches, operand)
 
     def _devices_and_slots(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the axes across devices, and of the vmapped axes inside a device."""
@@ -247,21 +244,6 @@ def _not_bound(axis: str) -> str:
         "a mesh of your own under `lj.Workers(mesh=mesh, axes=...).map`, or in a "
         f"`jax.shard_map`, `jax.vmap` or `jax.pmap` with an axis of the name {axis!r}"
     )
-
-
-# Permutations
-
-
-def check_permutation(permutation: Permutation, size: int) -> None:
-    """Raises ValueError unless sources and destinations are in range and occur once."""
-    for side, indices in zip(("source", "destination"), zip(*permutation)):
-        if len(set(indices)) < len(indices):
-            raise ValueError(f"every {side} may occur once, got {permutation=}")
-        if not all(0 <= i < size for i in indices):
-            raise ValueError(
-                f"indices must lie in 0..{size - 1} for a group of {size} "
-                f"workers, got {permutation=}"
-            )
 
 
 def _send_along(

@@ -7,6 +7,7 @@ a rule is traced. A `Group` is made for every agreement, and counts its bytes; a
 `EncodedGroup` also has its memory.
 """
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
@@ -14,23 +15,24 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from lsgd_jax._src.checks import check_auto_mesh
+from lsgd_jax._src.checks import check_all_auto
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import shard_by_shard, shard_nbytes
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.trees import (
-    HEADROOM,
     Tree,
     all_finite,
-    has_headroom,
     widened,
     zeros,
 )
 from lsgd_jax._src.wire.codec import draws
 from lsgd_jax._src.wire.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.wire.shares import Shares
+
+
+HEADROOM = 256  # see `Group.movable`
 
 
 class Channel(Protocol):
@@ -44,16 +46,10 @@ class Channel(Protocol):
         programs have.
     """
 
+    size: int
+    index: Array
+    is_all: bool
     transposes: bool
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def index(self) -> Array: ...
-
-    @property
-    def is_all(self) -> bool: ...
 
     def gather(self, tree: Tree) -> Tree:
         """All workers' trees, leaves [size, ...]; a failed worker's are nan, integers 0."""
@@ -69,10 +65,6 @@ class Channel(Protocol):
 
     def permute(self, tree: Tree, permutation: Permutation) -> Tree:
         """The tree of this worker's source, or zeros without a source."""
-        ...
-
-    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
-        """The result of branch r; r is the same for the whole group."""
         ...
 
 
@@ -291,27 +283,25 @@ class Group:
           or wider) and Σ weight_j, a scalar; zeros without in-neighbors.
         """
 
-        def along(permutations: Sequence[Permutation]) -> Callable:
-            def send(message: tuple[Tree, Array]) -> tuple[Tree, Array]:
-                tree, weight = message
-                sums, mass = zeros(tree), jnp.zeros([], weight.dtype)
-                for n, permutation in enumerate(permutations):
-                    own = weight[n] if weight.ndim else weight
-                    arrived, m = self.permute((tree, own), permutation)
-                    weighed = jax.tree.map(
-                        lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
-                    )
-                    sums, mass = jax.tree.map(jnp.add, (sums, mass), (weighed, m))
-                return sums, mass
-
-            return send
+        def send(permutations: Sequence[Permutation], message: Any) -> tuple[Tree, Array]:
+            tree, weight = message
+            sums, mass = zeros(tree), jnp.zeros([], weight.dtype)
+            for n, permutation in enumerate(permutations):
+                own = weight[n] if weight.ndim else weight
+                arrived, m = self.permute((tree, own), permutation)
+                weighed = jax.tree.map(
+                    lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
+                )
+                sums, mass = jax.tree.map(jnp.add, (sums, mass), (weighed, m))
+            return sums, mass
 
         if len(set(rounds)) > most_branches(self.size) and not isinstance(r, int):
             # As an array, the permutation is an argument of the program and not a part of
             # it.
             sources = jnp.asarray(sources_of(rounds, self.size))[r]
-            return along(list(sources))((tree, weight))
-        return self.switch(r, list(map(along, rounds)), (tree, weight))
+            return send(list(sources), (tree, weight))
+        branches = [functools.partial(send, permutations) for permutations in rounds]
+        return self.switch(r, branches, (tree, weight))
 
     def coordinatewise(self, rule: Callable[..., Array], tree: Tree, *scalars: Any) -> Tree:
         """Applies a rule [W, ...] -> [...] to the group's W values at every coordinate.
@@ -322,7 +312,7 @@ class Group:
         tree.
         """
 
-        check_auto_mesh()
+        check_all_auto()
 
         def of_shards(tree: Tree, *scalars: Any) -> Tree:
             shares = Shares(self, tree)
@@ -344,18 +334,15 @@ class Group:
             return branches[r if isinstance(r, int) else 0](operand)
         before, sent = self.bytes_sent, {}
 
-        def counting(i: int, branch: Callable) -> Callable:
-            def run(operand: Any) -> Any:
-                self.bytes_sent = 0.0
-                result = branch(operand)
-                sent[i] = self.bytes_sent
-                return result
+        def counted(i: int, operand: Any) -> Any:
+            self.bytes_sent = 0.0
+            result = branches[i](operand)
+            sent[i] = self.bytes_sent
+            return result
 
-            return run
-
-        # Bytes are counted while a branch is traced, which `channel.switch` does.
-        counted = [counting(i, branch) for i, branch in enumerate(branches)]
-        result = self.channel.switch(r, counted, operand)
+        # Bytes are counted while a branch is traced, which `lax.switch` does.
+        each = [functools.partial(counted, i) for i in range(len(branches))]
+        result = lax.switch(r, each, operand)
         self.bytes_sent = before + sum(sent.values()) / max(len(sent), 1)
         return result
 
@@ -366,12 +353,14 @@ class Group:
     def movable(self, sums: Tree, instead: Tree) -> tuple[Tree, Array]:
         """Sums by which a center may move, and whether they are a target.
 
-        Sums of finite numbers may overflow. Where all must wait for the whole, all or none
-        of them count, see `has_headroom`. Behind a delayed message XLA would let the
-        gradient wait for that test, so that elements that overflow are those of `instead`.
+        Sums of finite numbers may overflow. They have headroom if 256 times as large ones
+        would be finite, so that the center and its momentum stay finite. Where all must
+        wait for the whole, all or none of them count. Behind a delayed message XLA would
+        let the gradient wait for that test, so that elements that overflow are those of
+        `instead`.
         """
         if not self.is_delayed:
-            return sums, has_headroom(sums)
+            return sums, all_finite(jax.tree.map(lambda s: HEADROOM * s, sums))
         fits = lambda s, other: jnp.where(jnp.isfinite(HEADROOM * s), s, other)
         return jax.tree.map(fits, sums, instead), jnp.asarray(True)
 

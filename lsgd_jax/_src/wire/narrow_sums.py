@@ -22,7 +22,7 @@ from lsgd_jax._src.wire.blocks import Layout
 from lsgd_jax._src.wire.codec import folded
 from lsgd_jax._src.wire.packing import Cut
 from lsgd_jax._src.wire.shares import second_round
-from lsgd_jax._src.wire.wire import Wire, block_nbytes
+from lsgd_jax._src.wire.wire import Wire
 
 
 # A gather of so many bytes takes no longer than the second round of messages.
@@ -40,9 +40,11 @@ def pays(sizes: Sequence[int], wire: Wire, workers: int) -> bool:
     >>> [pays([10**5], lj.Wire("int8"), workers) for workers in (2, 3, 32)]
     [False, True, True]
     """
-    blocks = sum(-(-n // wire.block) for n in sizes)
-    each = block_nbytes(wire)
-    message = sum(sizes) / wire.block * each
+    b = wire.block
+    blocks = sum(-(-n // b) for n in sizes)
+    # The bytes of an encoded block with its scale.
+    each = {"bfloat16": 2 * b, "int8": b + 4, "int4": -(-b // 2) + 4}[wire.format]
+    message = sum(sizes) / b * each
     padded = -(-blocks // workers) * workers * each
     return workers * message > max(2 * padded, SMALL)
 

@@ -65,24 +65,21 @@ class Shares:
         buffers = self.packing.pack(tree)
         if not self._is_cut:
             return self._group.gather(buffers)  # one message of all buffers
-        return second_round(list(map(self._rows, buffers)))
+        group = self._group
+        own = lambda x: group.transpose(Cut.of(x.shape, group.size).rows(x))
+        return second_round([own(x) if x.size else group.gather(x) for x in buffers])
 
     def join(self, shares: Sequence[Array]) -> Tree:
         """The tree of all workers' shares, one for each buffer, [...]."""
         # Parts of a buffer cannot tell its shape, because they may be padded.
         shapes = map(self.packing.shape, range(len(self.packing.members)))
-        return self.packing.unpack(list(map(self._join, shares, shapes)))
+        group, buffers = self._group, []
+        for share, shape in zip(shares, shapes):
+            if self._is_cut and share.size:
+                share = Cut.of(shape, group.size).array(group.gather(share))
+            buffers.append(share)
+        return self.packing.unpack(buffers)
 
     def total(self, partial: Array, times: int = 1) -> Array:
         """The sum of what workers computed of their shares; in a loop of `times` turns."""
         return self._group.add(partial, times) if self._is_cut else partial
-
-    def _rows(self, x: Array) -> Array:
-        if not x.size:
-            return self._group.gather(x)
-        return self._group.transpose(Cut.of(x.shape, self._group.size).rows(x))
-
-    def _join(self, share: Array, shape: tuple[int, ...]) -> Array:
-        if not self._is_cut or not share.size:
-            return share
-        return Cut.of(shape, self._group.size).array(self._group.gather(share))

@@ -72,10 +72,6 @@ class TopK:
             if self.bits > 8:
                 raise ValueError(f"`bits` must be at most 8, got bits={self.bits}")
 
-    def beside(self, leaf: Array) -> int:
-        """Leaves with equal values may share a buffer: leaves of one size."""
-        return leaf.size
-
     def layout(self, packing: Packing, b: int) -> "Chunks":
         """How the leaves of a buffer fall into chunks."""
         shape, leaves = packing.shape(b), len(packing.members[b])
@@ -85,8 +81,10 @@ class TopK:
         chunks, rest = divmod(size, chunk)
         return Chunks(shape, leaves, chunk, kept, chunks * kept + min(kept, rest))
 
-    def encode(self, x: Array, chunks: "Chunks", key: Array | None = None) -> "Entries":
-        """Encodes a buffer of finite floats, leaf by leaf."""
+    def rounded(
+        self, x: Array, chunks: "Chunks", key: Array | None = None
+    ) -> tuple["Entries", Array]:
+        """The message of a buffer x of finite floats, leaf by leaf, and what arrives."""
         del key
 
         def leaf(flat: Array) -> Entries:
@@ -104,13 +102,7 @@ class TopK:
             codes, values = quantize(flat, self.bits)
             return Entries(indices, _to_bytes(codes, self.bits), values)
 
-        return jax.vmap(leaf)(x.reshape(chunks.leaves, -1))
-
-    def rounded(
-        self, x: Array, chunks: "Chunks", key: Array | None = None
-    ) -> tuple["Entries", Array]:
-        """The message of a buffer, and the buffer that arrives."""
-        message = self.encode(x, chunks, key)
+        message = jax.vmap(leaf)(x.reshape(chunks.leaves, -1))
         return message, self.decode(message, chunks)
 
     def decode(self, message: "Entries", chunks: "Chunks") -> Array:
@@ -146,8 +138,9 @@ class Chunks(NamedTuple):
     >>> chunks = wire.layout(packing, 0)
     >>> chunks.count, chunks.index_bits
     (6, 2)
-    >>> sent = wire.encode(jnp.array([0.5, -3.0, 1.0, 2.0, 1, 0, 0, 1, 7, 0]), chunks)
-    >>> wire.decode(sent, chunks).tolist()
+    >>> x = jnp.array([0.5, -3.0, 1.0, 2.0, 1, 0, 0, 1, 7, 0])
+    >>> sent, arrived = wire.rounded(x, chunks)
+    >>> arrived.tolist()
     [0.0, -3.0, 0.0, 2.0, 1.0, 0.0, 0.0, 1.0, 7.0, 0.0]
     """
 

@@ -112,10 +112,6 @@ class Wire:
         """Leaves that share a buffer begin at multiples of this."""
         return self.block if self.has_scales else 1
 
-    def beside(self, leaf: Array) -> bool:
-        """Leaves with equal values may share a buffer: all of them."""
-        return True
-
     def layout(self, packing: Packing, b: int) -> Layout:
         """How the elements of a buffer fall into blocks."""
         shape = packing.shape(b)
@@ -160,8 +156,12 @@ class Wire:
         what it unpacks.
         """
         blocks = layout.blocks(x.astype(jnp.float32))
-        added = noise(blocks.shape, self, key)
-        coded = quantized(blocks, self, added, layout.along)
+        noise = None
+        if key is not None and self.has_scales:
+            noise = jax.random.uniform(key, blocks.shape, jnp.float32)
+        elif key is not None:
+            noise = jax.random.bits(key, blocks.shape, jnp.uint16)
+        coded = quantized(blocks, self, noise, layout.along)
         sent = packed(layout.sent(coded.codes), self, layout.along)
         return Coded(sent, coded.scales), layout.array(dequantized(coded, layout.along))
 
@@ -192,19 +192,13 @@ class Coded(NamedTuple):
 # Blocks [..., b, ...]: their elements lie along one axis, by default the last one
 
 
-def noise(shape: tuple[int, ...], wire: Wire, key: Array | None) -> Any:
-    """The noise of stochastic rounding for blocks of a shape; None rounds to nearest."""
-    if key is None:
-        return None
-    if wire.format == "bfloat16":
-        return jax.random.bits(key, shape, jnp.uint16)
-    return jax.random.uniform(key, shape, jnp.float32)
-
-
 def quantized(
     blocks: Array, wire: Wire, noise: Array | None = None, axis: int = -1
 ) -> Coded:
     """Rounds finite blocks, each by itself: codes like them, not packed, and their scales.
+
+    noise: of stochastic rounding, like the blocks: random words with 'bfloat16', otherwise
+      uniform in [0, 1). Without noise it rounds to nearest.
 
     >>> import jax.numpy as jnp
     >>> coded = quantized(jnp.array([[0.5, -1.0], [1.0, 2.0]]), Wire("int8"))
@@ -234,16 +228,6 @@ def dequantized(coded: Coded, axis: int = -1) -> Array:
     if scales is None:
         return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
     return codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)
-
-
-def block_nbytes(wire: Wire) -> int:
-    """The bytes of an encoded block with its scale.
-
-    >>> block_nbytes(Wire("int8")), block_nbytes(Wire("int4"))
-    (260, 132)
-    """
-    b = wire.block
-    return {"bfloat16": 2 * b, "int8": b + 4, "int4": -(-b // 2) + 4}[wire.format]
 
 
 def packed(codes: Array, wire: Wire, axis: int = -1) -> Array:

@@ -8,13 +8,13 @@ are encoded and decoded in compiled parts, on the worker's device.
 
 import functools
 import itertools
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from lsgd_jax._src.asynchronous.engine.sharding import placed_like
 from lsgd_jax._src.asynchronous.engine.transport import Transport
@@ -61,9 +61,6 @@ class MessageChannel:
         if not isinstance(permutation, Array):
             ((permutation,),) = sources_of([[permutation]], self.size)
         return ask("permute", (tree, permutation), tree)
-
-    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
-        return lax.switch(r, branches, operand)
 
 
 class Agreement:
