@@ -14,6 +14,7 @@ from lsgd_jax._src.layouts import known_axes, shard_by_shard
 
 
 Tree = Any  # a pytree of arrays
+HEADROOM = 256  # see `has_headroom`
 
 
 def widened(tree: Tree) -> Tree:
@@ -194,6 +195,15 @@ def all_finite(tree: Tree) -> Array:
         return lax.pmin(lowest, axes) if axes else lowest
 
     return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
+
+
+def has_headroom(tree: Tree) -> Array:
+    """Whether all elements are finite, and 256 times as large ones would be: a bool scalar.
+
+    Sums of finite numbers may overflow. A center or an anchor moves only by sums that have
+    headroom, so that it and its momentum stay finite.
+    """
+    return all_finite(jax.tree.map(lambda x: HEADROOM * x, tree))
 
 
 def materialized(*scalars: Any) -> list[Array]:

@@ -21,7 +21,7 @@ from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
 from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.trees import Tree, column, own_axes, widened
 from lsgd_jax._src.wire.group import Group
 from lsgd_jax._src.wire.shares import Shares
 
@@ -71,7 +71,7 @@ def agreed(
             return shares.total(here, times)
 
         given = shares.rows(tree)
-        rows = [jnp.where(_column(counts, x), widened(x), 0) for x in given]
+        rows = [jnp.where(column(counts, x), widened(x), 0) for x in given]
         means = list(mean(rows, counts, total))
         if rounded:
             means = [m.astype(x.dtype) for m, x in zip(means, given)]
@@ -121,7 +121,7 @@ def geometric_median(iterations: int = 32) -> Mean:
 
     def nearest(rows: Rows, counts: Array, total: Total) -> list[Array]:
         def closer(_: Any, z: list[Array]) -> list[Array]:
-            apart = lambda x, z: squares(x - z[None], axis=_beyond(1, x))
+            apart = lambda x, z: squares(x - z[None], axis=own_axes(x))
             gaps = norm(total(list(map(apart, rows, z)), iterations))
             usual = median(jnp.where(counts, gaps, jnp.nan))
             least = jnp.finfo(gaps.dtype).tiny
@@ -152,9 +152,9 @@ def trimmed_mean(cut: int = 1) -> Mean:
         )
         stays &= rank < number
         ordered = (
-            lax.sort(jnp.where(_column(counts, x), x, jnp.inf), dimension=0) for x in rows
+            lax.sort(jnp.where(column(counts, x), x, jnp.inf), dimension=0) for x in rows
         )
-        return _mean([jnp.where(_column(stays, x), x, 0) for x in ordered], stays)
+        return _mean([jnp.where(column(stays, x), x, 0) for x in ordered], stays)
 
     return inner
 
@@ -216,20 +216,20 @@ def _mean(rows: Rows, weights: Array) -> list[Array]:
     means = list[Array]()
     for x in rows:
         each = weights.astype(x.dtype)
-        means.append((_column(each / each.sum(), x) * x).sum(axis=0))
+        means.append((column(each / each.sum(), x) * x).sum(axis=0))
     return means
 
 
 def _gaps(x: Array) -> Array:
     """The sums of squares between all rows, [3, W, W], from differences: exact for near
     rows."""
-    to = lambda i: squares(x - x[i][None], axis=_beyond(1, x))
+    to = lambda i: squares(x - x[i][None], axis=own_axes(x))
     return jnp.moveaxis(lax.map(to, jnp.arange(len(x))), 0, 1)
 
 
 def _median(rows: Rows, counts: Array) -> list[Array]:
     """The coordinate-wise median of the rows that count."""
-    return [median(jnp.where(_column(counts, x), x, jnp.nan)) for x in rows]
+    return [median(jnp.where(column(counts, x), x, jnp.nan)) for x in rows]
 
 
 def median(rows: Array) -> Array:
@@ -245,16 +245,6 @@ def median(rows: Array) -> Array:
     at = lambda k: jnp.where(rank == k, ordered, 0).sum(axis=0)
     middle = 0.5 * at((number - 1) // 2) + 0.5 * at(number // 2)
     return jnp.where(number[0] > 0, middle, jnp.nan)
-
-
-def _column(row: Array, x: Array) -> Array:
-    """[W], shaped to go with x [W, ...]."""
-    return row.reshape(-1, *(1,) * (x.ndim - 1))
-
-
-def _beyond(first: int, x: Array) -> tuple[int, ...]:
-    """The axes from `first` on that belong to one row of x [W, ...]."""
-    return tuple(range(first, first + x.ndim - 1))
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -22,17 +22,16 @@ from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import shard_by_shard, shard_nbytes
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.trees import (
+    HEADROOM,
     Tree,
     all_finite,
+    has_headroom,
     widened,
     zeros,
 )
 from lsgd_jax._src.wire.codec import draws
 from lsgd_jax._src.wire.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.wire.shares import Shares
-
-
-HEADROOM = 256  # see `Group.movable`
 
 
 class Channel(Protocol):
@@ -353,14 +352,12 @@ class Group:
     def movable(self, sums: Tree, instead: Tree) -> tuple[Tree, Array]:
         """Sums by which a center may move, and whether they are a target.
 
-        Sums of finite numbers may overflow. They have headroom if 256 times as large ones
-        would be finite, so that the center and its momentum stay finite. Where all must
-        wait for the whole, all or none of them count. Behind a delayed message XLA would
-        let the gradient wait for that test, so that elements that overflow are those of
-        `instead`.
+        Sums of finite numbers may overflow. Where all must wait for the whole, all or none
+        of them count, see `has_headroom`. Behind a delayed message XLA would let the
+        gradient wait for that test, so that elements that overflow are those of `instead`.
         """
         if not self.is_delayed:
-            return sums, all_finite(jax.tree.map(lambda s: HEADROOM * s, sums))
+            return sums, has_headroom(sums)
         fits = lambda s, other: jnp.where(jnp.isfinite(HEADROOM * s), s, other)
         return jax.tree.map(fits, sums, instead), jnp.asarray(True)
 

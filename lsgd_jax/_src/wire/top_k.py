@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -223,20 +223,15 @@ def _to_bytes(numbers: Array, bits: int) -> Array:
     [[5], [6]]
     """
     columns = jnp.pad(numbers, (0, -numbers.size % 8)).reshape(1, 8, -1)
-    digits = columns >> _along(0, bits, numbers.dtype) & 1
-    bytes_ = digits.astype(jnp.uint8) << _along(1, 8, jnp.uint8)
+    bit = jnp.arange(bits, dtype=numbers.dtype).reshape(-1, 1, 1)
+    place = jnp.arange(8, dtype=jnp.uint8).reshape(1, -1, 1)
+    bytes_ = (columns >> bit & 1).astype(jnp.uint8) << place
     return bytes_.sum(axis=1, dtype=jnp.uint8)
 
 
 def _out_of_bytes(packed: Array, bits: int, count: int) -> Array:
     """int32 [count], the numbers that `_to_bytes` has packed."""
-    digits = packed[:, None] >> _along(1, 8, jnp.uint8) & 1
-    numbers = (digits.astype(jnp.int32) << _along(0, bits, jnp.int32)).sum(axis=0)
+    digits = packed[:, None] >> jnp.arange(8, dtype=jnp.uint8).reshape(1, -1, 1) & 1
+    bit = jnp.arange(bits, dtype=jnp.int32).reshape(-1, 1, 1)
+    numbers = (digits.astype(jnp.int32) << bit).sum(axis=0)
     return numbers.ravel()[:count]
-
-
-def _along(axis: int, size: int, dtype: Any) -> Array:
-    """0, 1, … along one axis of three."""
-    return jnp.arange(size, dtype=dtype).reshape(
-        [size if i == axis else 1 for i in range(3)]
-    )

@@ -17,7 +17,7 @@ from lsgd_jax._src.exchange.with_state import WithState
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.shared import WORKER_AXES, is_shared, shared_flags
-from lsgd_jax._src.trees import Tree, finite_part, widened
+from lsgd_jax._src.trees import Tree, column, finite_part, own_axes, widened
 from lsgd_jax._src.wire.collectives import any_bound
 
 
@@ -55,24 +55,14 @@ def is_finite(params: Tree) -> Array:
     if not leaves:
         return jnp.ones([], bool)  # an empty tree does not tell the number of workers
     floats = filter(_has_mean, leaves)
-    rows = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
+    rows = [jnp.isfinite(x).all(axis=own_axes(x)) for x in floats]
     # Not stacked: on explicit mesh axes the rows are sharded, unlike an array of ones.
     return functools.reduce(jnp.logical_and, rows, jnp.ones(leaves[0].shape[0], bool))
 
 
-def _own_axes(x: Array) -> tuple[int, ...]:
-    """All axes but that of the workers. Flattening them would gather a sharded leaf."""
-    return tuple(range(1, x.ndim))
-
-
-def _rows(where: Array, x: Array) -> Array:
-    """The mask [W], shaped to broadcast with x [W, ...]."""
-    return where.reshape(-1, *(1,) * (x.ndim - 1))
-
-
 def _means(leaves: Sequence[Array], finite: Array, packed: bool) -> list[Array]:
     """The mean of each leaf [W, ...] of floats over the finite workers."""
-    masked = [jnp.where(_rows(finite, x), widened(x), 0) for x in leaves]
+    masked = [jnp.where(column(finite, x), widened(x), 0) for x in leaves]
     if not packed:
         count = finite.sum()
         return [x.sum(axis=0) / count.astype(x.dtype) for x in masked]
@@ -158,8 +148,8 @@ def _consensus_distance(params: Tree, packed: bool) -> Array:
     means = _means(floats, finite, packed)
 
     def apart(x: Array, c: Array) -> Array:
-        gap = jnp.where(_rows(finite, x), widened(x) - c[None], 0)
-        return squares(jnp.abs(gap), axis=_own_axes(x))
+        gap = jnp.where(column(finite, x), widened(x) - c[None], 0)
+        return squares(jnp.abs(gap), axis=own_axes(x))
 
     gaps = norm(functools.reduce(jnp.add, map(apart, floats, means)))
     length = norm(functools.reduce(jnp.add, (squares(jnp.abs(c)) for c in means)))
@@ -224,7 +214,7 @@ def _first_that_differs(x: Array) -> tuple[Array, Array, Array]:
         slack = ROUNDINGS * jnp.finfo(x.dtype).eps * largest
     else:
         apart, slack = (~same).astype(jnp.float32), jnp.float32(0)
-    gaps = apart.max(axis=_own_axes(x))
+    gaps = apart.max(axis=own_axes(x))
     wrong = ~(gaps <= slack)
     i = jnp.argmax(wrong)
     return wrong.any(), i, jnp.where(jnp.arange(len(gaps)) == i, gaps, 0).sum()

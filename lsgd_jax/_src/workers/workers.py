@@ -72,6 +72,7 @@ class Workers:
 
     Attributes:
       nodes, locals, num_workers: the grid and W.
+      sizes: the sizes of the axes of the workers, by the names that methods may have.
       inside: the names and sizes of the axes inside a worker.
       mesh: the grid of devices, with the axes 'node', 'local' and those inside a worker. An
         axis along which devices hold several workers is called 'node_device' or
@@ -120,6 +121,7 @@ class Workers:
         self.mesh, self.inside = self._grid.mesh, dict(self._grid.inside)
         self.nodes, self.locals = self._grid.nodes, self._grid.locals
         self.num_workers, self.debug = self.nodes * self.locals, debug
+        self.sizes = {**self._grid.sizes, "node": self.nodes, "local": self.locals}
         self.sharding = self._grid.sharding()
         self.shared_sharding = self._grid.sharding(shared=True)
         each = math.prod(self.inside.values())
@@ -147,12 +149,6 @@ class Workers:
             f"{per_device} worker{'s' * (per_device > 1)} per "
             f"{f'{each} devices' if each > 1 else 'device'}"
         )
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of the axes of the workers, by the names that methods may have."""
-        named = {"node": self.nodes, "local": self.locals}
-        return {**self._grid.sizes, **named}
 
     # Placing trees
 

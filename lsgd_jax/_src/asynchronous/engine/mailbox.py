@@ -36,6 +36,7 @@ class Mailbox:
 
     Attributes:
       wire: the format.
+      is_narrow: whether it rounds parameters.
       bytes_sent: to others, so far.
       state: returns the state from which another worker can go on in this one's place, or
         None. The worker sets it.
@@ -43,6 +44,7 @@ class Mailbox:
 
     def __init__(self, wire: Wire | WireFormat = "float32", index: int = 0):
         self.wire, self._index = Wire.of(wire), index
+        self.is_narrow = self.wire.is_narrow
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._readers: dict[Hashable, int] = {}  # fetches left
@@ -58,11 +60,6 @@ class Mailbox:
         self._turn = 0  # number of trees packed
         self.bytes_sent = 0
         self.state: Callable[[], Any] = lambda: None
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether parameters are rounded for the wire."""
-        return self.wire.format != "float32"
 
     # The worker's own side
 

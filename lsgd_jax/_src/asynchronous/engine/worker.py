@@ -22,6 +22,7 @@ from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, Unreachab
 from lsgd_jax._src.asynchronous.engine.sharding import sharding_of
 from lsgd_jax._src.asynchronous.engine.transport import Transport
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.workers.transfer import is_key
 
 
 STALE = 10  # times in a row that a worker may take over without taking a new step
@@ -83,6 +84,7 @@ class Worker:
         finds no peer to take over from.
 
     Attributes:
+      index: of the worker.
       x, params: before and after the last local step.
       count: local steps taken.
       number: rounds of the coordinator that it knows of.
@@ -104,8 +106,8 @@ class Worker:
         restore: Callable[[], Any] = lambda: None,
     ):
         self.training, self.transport, self.restore = training, transport, restore
-        index = transport.position.index
-        self.params, self.opt_state, self.own = training.init(index)
+        self.index = transport.position.index
+        self.params, self.opt_state, self.own = training.init(self.index)
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._has_stepped, self._kept = False, False, None
         self.sharding = sharding_of(self.params)
@@ -119,11 +121,6 @@ class Worker:
         self.reference: Callable[[], Tree] = lambda: None
         self.method = method.bind(self, steps)
         transport.mailbox.state = self.state
-
-    @property
-    def index(self) -> int:
-        """The worker's index."""
-        return self.transport.position.index
 
     @property
     def score(self) -> float:
@@ -354,18 +351,14 @@ async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker:
     return worker
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _to_host(x: Any) -> Any:
-    if _is_key(x):
+    if is_key(x):
         x = jax.random.key_data(x)
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
 def _to_device(like: Any, x: Any) -> Any:
-    if _is_key(like):
+    if is_key(like):
         x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
     if isinstance(like, jax.Array) and like.committed:
         return jax.device_put(x, like.sharding)

@@ -56,10 +56,6 @@ class ADPSGD(FreeRunning):
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":
-        """Returns the method in one worker."""
-        return ADPSGDWorker(self, worker)
-
 
 class ADPSGDWorker(Driver):
     """AD-PSGD in one worker."""
@@ -118,3 +114,6 @@ class ADPSGDWorker(Driver):
         """Discards moves that were meant for other parameters."""
         super().take_over(state)
         self.transport.mailbox.moved()
+
+
+ADPSGD.driver = ADPSGDWorker

@@ -148,10 +148,6 @@ class DecoupledDiLoCo(FreeRunning):
         for tokens in self.tokens or ():
             check_not_negative("tokens", tokens)
 
-    def bind(self, worker: Worker, steps: int) -> "DecoupledDiLoCoWorker":
-        """Returns the method in one worker."""
-        return DecoupledDiLoCoWorker(self, worker)
-
 
 class DecoupledDiLoCoWorker(AnchorWorker):
     """Decoupled DiLoCo in one worker.
@@ -341,6 +337,9 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         """Continues from another worker's turn and fragments."""
         super().take_over(state)
         self._sent = self.worker.count
+
+
+DecoupledDiLoCo.driver = DecoupledDiLoCoWorker
 
 
 def learner_weight(tokens: float, steps: int) -> float:

@@ -99,10 +99,6 @@ class DiLoCo(FreeRunning):
             check_positive_int("momentum_every", self.momentum_every)
         check_option("weights", self.weights, get_args(Weights))
 
-    def bind(self, worker: Worker, steps: int) -> "DiLoCoWorker":
-        """Returns the method in one worker."""
-        return DiLoCoWorker(self, worker)
-
 
 class DiLoCoWorker(AnchorWorker):
     """Asynchronous DiLoCo in one worker.
@@ -223,3 +219,6 @@ class DiLoCoWorker(AnchorWorker):
         """Continues from another worker's outer state."""
         super().take_over(state)
         self._sent = self.begun
+
+
+DiLoCo.driver = DiLoCoWorker

@@ -116,8 +116,12 @@ class FreeRunning:
     """A method whose workers never wait for each other, as a frozen dataclass.
 
     Subclasses name the fields that are checked, and those that may be schedules instead.
+
+    Attributes:
+      driver: makes the method in one worker, from the method and the worker.
     """
 
+    driver: Callable[[Any, Worker], "Driver"]
     positive: tuple[str, ...] = ("window",)
     not_negative: tuple[str, ...] = ()
     fractions: tuple[str, ...] = ()
@@ -141,6 +145,11 @@ class FreeRunning:
     def period(self) -> int | None:
         """Steps per worker between barriers of the coordinator, or None."""
         return None
+
+    def bind(self, worker: Worker, steps: int) -> "Driver":
+        """Returns the method in one worker."""
+        del steps
+        return type(self).driver(self, worker)
 
 
 class Driver:

@@ -75,10 +75,6 @@ class Pairwise(FreeRunning):
         super().__post_init__()
         check_option("interpolation", self.interpolation, get_args(Interpolation))
 
-    def bind(self, worker: Worker, steps: int) -> "PairwiseWorker":
-        """Returns the method in one worker."""
-        return PairwiseWorker(self, worker)
-
 
 _weight = jax.jit(part_taken, static_argnums=(0, 4))
 
@@ -129,3 +125,6 @@ class PairwiseWorker(Driver):
         if is_mixed and method.interpolation == "clock":
             self.clock += f * (answer.measure - self.clock)
         return is_mixed
+
+
+Pairwise.driver = PairwiseWorker

@@ -88,10 +88,6 @@ class WAGMA(FreeRunning):
         """Steps per worker between barriers of the coordinator."""
         return self.sync_period
 
-    def bind(self, worker: Worker, steps: int) -> "WAGMAWorker":
-        """Returns the method in one worker."""
-        return WAGMAWorker(self, worker)
-
 
 class WAGMAWorker(Driver):
     """WAGMA in one worker."""
@@ -208,3 +204,6 @@ class WAGMAWorker(Driver):
         """Continues from another worker's barriers and steps."""
         super().take_over(state)
         self._error = None
+
+
+WAGMA.driver = WAGMAWorker
