@@ -131,10 +131,22 @@ def test_options_are_checked():
         Options(timeout=0)
 
 
+@pytest.mark.slow
+def test_in_int8_all_get_the_same_mean_and_the_bytes_are_as_predicted(on_ray):
+    method = Pulls(lj.diloco(period=2, outer=optax.sgd(1.0), wire="int8"))
+    make = training(size=700)
+    out = run(make, method, 1, 3, 8)
+    for i, worker in enumerate(simulator.run(make(0), method, 1, 3, 8).workers):
+        sent = out.status.reports[i].bytes_sent
+        assert sent == worker.transport.mailbox.bytes_sent > 0
+    first, *others = [state["params"]["w"] for state in out.states]
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
 # One of each kind of message, and of each way in which the kernel keeps what arrives.
-ROWS = (
-    "lsgd easgd diloco noloco sparse_diloco median_worker dpsgd pairwise osgp_delayed wagma"
-)
+ROWS = "lsgd easgd diloco noloco sparse_diloco median_worker dpsgd pairwise".split()
+ROWS += "osgp_delayed wagma diloco+int8 sgp+int4".split()
 
 
 @pytest.mark.slow
@@ -143,10 +155,8 @@ def test_every_kind_of_message_equals_the_simulator(on_ray):
     methods: dict[str, Method] = {name: Pulls(METHODS[name].make(2)) for name in ROWS}
     for name, method in {**methods, "async osgp": OSGP()}.items():
         expected = simulator.run(training()(0), method, 1, 2, 6).workers
-        out = run(training(), method, 1, 2, 6, options=Options(timeout=60))
-        for i, (worker, state) in enumerate(zip(expected, out.states)):
-            sent = out.status.reports[i].bytes_sent
-            assert sent == worker.transport.mailbox.bytes_sent > 0, name
+        found = run(training(), method, 1, 2, 6, options=Options(timeout=60)).states
+        for worker, state in zip(expected, found):
             for x, y in zip(*map(jax.tree.leaves, (worker.params, state["params"]))):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
 
