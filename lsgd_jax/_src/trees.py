@@ -19,10 +19,13 @@ HEADROOM = 256  # see `has_headroom`
 
 def widened(tree: Tree) -> Tree:
     """The tree in float32 or wider, the type in which sums are computed."""
-    # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
-    is_wide = lambda t: jnp.issubdtype(t, jnp.inexact) and t.itemsize >= 4
-    dtype = lambda x: x.dtype if is_wide(x.dtype) else jnp.float32
-    return jax.tree.map(lambda x: x.astype(dtype(x)), tree)
+
+    def leaf(x: Array) -> Array:
+        # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
+        is_wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
+        return x.astype(x.dtype if is_wide else jnp.float32)
+
+    return jax.tree.map(leaf, tree)
 
 
 def arrays(tree: Tree) -> Tree:

@@ -115,9 +115,11 @@ def parle(
         weight = value_at(learning_rate, t) * value_at(anchor_pull, t)
         pull = lambda u, x, a: u + weight * (a - widened(x))
         u = jax.tree.map(pull, u, x, state.anchor)
-        # A step that is not finite must not stay in the average forever.
-        mixed = lambda z, y: decay * z + (1 - decay) * widened(y)
-        mix = lambda z, y: jnp.where(jnp.isfinite(y), mixed(z, y), z)
+
+        def mix(z, y):
+            # A step that is not finite must not stay in the average forever.
+            return jnp.where(jnp.isfinite(y), decay * z + (1 - decay) * widened(y), z)
+
         average = jax.tree.map(mix, state.average, trees.plus(x, u))
         return u, state._replace(average=average), True
 

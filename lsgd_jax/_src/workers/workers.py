@@ -207,9 +207,11 @@ class Workers:
 
         A `Shared` inside stays one. `specs` as for `put`.
         """
-        shape = lambda x: (self.num_workers, *np.shape(x))
-        copies = lambda x: np.broadcast_to(np.asarray(x), shape(x))
-        place_copies = lambda x, sharding: place(copies(x), sharding)
+
+        def place_copies(x: Any, sharding: NamedSharding) -> jax.Array:
+            copies = np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
+            return place(copies, sharding)
+
         return self._placed(tree, specs, place_copies, leading_axes=0)
 
     def share(self, tree: Tree, specs: Specs = None) -> Shared:
