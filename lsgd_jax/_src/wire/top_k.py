@@ -223,15 +223,15 @@ def _to_bytes(numbers: Array, bits: int) -> Array:
     [[5], [6]]
     """
     columns = jnp.pad(numbers, (0, -numbers.size % 8)).reshape(1, 8, -1)
-    bit = jnp.arange(bits, dtype=numbers.dtype).reshape(-1, 1, 1)
-    place = jnp.arange(8, dtype=jnp.uint8).reshape(1, -1, 1)
-    bytes_ = (columns >> bit & 1).astype(jnp.uint8) << place
+    digits = columns >> jnp.arange(bits, dtype=numbers.dtype).reshape(-1, 1, 1) & 1
+    places = jnp.arange(8, dtype=jnp.uint8).reshape(1, -1, 1)
+    bytes_ = digits.astype(jnp.uint8) << places
     return bytes_.sum(axis=1, dtype=jnp.uint8)
 
 
 def _out_of_bytes(packed: Array, bits: int, count: int) -> Array:
     """int32 [count], the numbers that `_to_bytes` has packed."""
     digits = packed[:, None] >> jnp.arange(8, dtype=jnp.uint8).reshape(1, -1, 1) & 1
-    bit = jnp.arange(bits, dtype=jnp.int32).reshape(-1, 1, 1)
-    numbers = (digits.astype(jnp.int32) << bit).sum(axis=0)
+    places = jnp.arange(bits, dtype=jnp.int32).reshape(-1, 1, 1)
+    numbers = (digits.astype(jnp.int32) << places).sum(axis=0)
     return numbers.ravel()[:count]

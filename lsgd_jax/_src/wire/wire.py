@@ -19,7 +19,8 @@ Format = Literal["float32", "bfloat16", "int8", "int4"]
 WireFormat = Literal[Format, "bfloat16-stochastic", "int8-stochastic", "int4-stochastic"]
 Rounding = Literal["nearest", "stochastic"]
 
-LEVELS = {"int8": 127, "int4": 7}  # codes are integers from -levels to levels
+# Codes are integers from -levels to levels, times a scale that a block shares.
+LEVELS = {"int8": 127, "int4": 7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +104,9 @@ class Wire:
         return self.format != "float32"
 
     @property
-    def has_scales(self) -> bool:
-        """Whether the elements of a block share a scale."""
-        return self.format in LEVELS
-
-    @property
     def align(self) -> int:
         """Leaves that share a buffer begin at multiples of this."""
-        return self.block if self.has_scales else 1
+        return self.block if self.format in LEVELS else 1
 
     def layout(self, packing: Packing, b: int) -> Layout:
         """How the elements of a buffer fall into blocks."""
@@ -122,7 +118,7 @@ class Wire:
 
     def along(self, shape: tuple[int, ...]) -> Along | Elements:
         """The blocks of an array that keeps its shape."""
-        return Along.of(shape, self.block) if self.has_scales else Elements(shape)
+        return Along.of(shape, self.block) if self.format in LEVELS else Elements(shape)
 
     def along_leading(self, shape: tuple[int, ...]) -> Along | Elements | None:
         """The blocks of an array that keeps its shape, along an axis before the last.
@@ -131,7 +127,7 @@ class Wire:
         """
         if len(shape) == 1:
             return None
-        if not self.has_scales:
+        if self.format not in LEVELS:
             return Elements(shape)
         along = Along.of(shape, self.block, end=-1)
         return along if 2 * along.block >= self.block else None
@@ -157,7 +153,7 @@ class Wire:
         """
         blocks = layout.blocks(x.astype(jnp.float32))
         noise = None
-        if key is not None and self.has_scales:
+        if key is not None and self.format in LEVELS:
             noise = jax.random.uniform(key, blocks.shape, jnp.float32)
         elif key is not None:
             noise = jax.random.bits(key, blocks.shape, jnp.uint16)
@@ -206,7 +202,14 @@ def quantized(
     ([[64, -127], [64, 127]], (2,))
     """
     if wire.format == "bfloat16":
-        return Coded(_to_words(blocks, noise), None)
+        largest = float(jnp.finfo(jnp.bfloat16).max)  # beyond, it would round to inf
+        x = jnp.clip(blocks, -largest, largest)
+        if noise is not None:
+            # Noise is added to the lower half, which is cut off: its carry rounds up.
+            bits = lax.bitcast_convert_type(x, jnp.uint32) + noise
+            x = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+        words = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+        return Coded(words, None)
     levels = LEVELS[wire.format]
     scales = jnp.abs(blocks).max(axis) / levels
     # A block of zeros has the scale 0, by which nothing can be divided.
@@ -252,14 +255,3 @@ def unpacked(codes: Array, wire: Wire, width: int, axis: int = -1) -> Array:
     nibbles = jnp.concatenate([codes & 15, codes >> 4], axis)
     nibbles = lax.slice_in_dim(nibbles, 0, width, axis=axis)
     return (nibbles ^ 8).astype(jnp.int8) - 8
-
-
-def _to_words(x: Array, noise: Array | None) -> Array:
-    """Finite float32 as bfloat16 in uint16, rounded to nearest, or at random with noise."""
-    largest = float(jnp.finfo(jnp.bfloat16).max)  # beyond, it would round to inf
-    x = jnp.clip(x, -largest, largest)
-    if noise is not None:
-        # Random bits are added to the lower half, which is cut off: its carry rounds up.
-        bits = lax.bitcast_convert_type(x, jnp.uint32) + noise
-        x = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)

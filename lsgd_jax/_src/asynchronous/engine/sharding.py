@@ -58,17 +58,14 @@ def placed(tree: Tree, sharding: Sharding | None) -> Tree:
     return tree if sharding is None else sharding.put(tree)
 
 
-@functools.cache
-def cpu() -> jax.Device | None:
-    """Returns the CPU as a device of this process; None if JAX_PLATFORMS leaves it out."""
-    with contextlib.suppress(RuntimeError):
-        return jax.local_devices(backend="cpu")[0]
-    return None
-
-
 def on_cpu(sharding: Sharding | None) -> contextlib.AbstractContextManager:
     """Computes on the CPU in the `with` block in an island, of which no device has room."""
-    return contextlib.nullcontext() if sharding is None else jax.default_device(cpu())
+    if sharding is None:
+        return contextlib.nullcontext()
+    cpu = None
+    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave it out
+        cpu = jax.local_devices(backend="cpu")[0]
+    return jax.default_device(cpu)
 
 
 def placed_like(tree: Tree, other: Tree) -> Tree:
