@@ -96,8 +96,8 @@ def test_numbers_do_not_depend_on_the_devices(name):
     check_comes_together(name, one)
 
 
-# By default elections, means in flight, weights, pairs, and a grid that is refused.
-ODD = ("lsgd", "diloco_streaming", "sgp", "pairwise", "wagma")
+# By default elections, weights, and a grid that is refused.
+ODD = ("lsgd", "sgp", "wagma")
 
 
 @pytest.mark.parametrize("name", mostly_slow(METHODS, fast=ODD))
@@ -259,18 +259,15 @@ def test_optax_finds_the_trees_like_the_parameters_in_the_state(name):
     check_found_by_optax(METHODS[name].chain(4, optax.adam(0.1)), workers)
 
 
-@a_method_of_each_kind
-def test_bfloat16_parameters_stay_bfloat16_under_strict_promotion(name):
-    with jax.numpy_dtype_promotion("strict"):
-        check_dtypes(run_of(name, 4, 2, 8), jnp.bfloat16)
+STRICT = [(n, *each) for each in (("bfloat16", False), ("float32", True)) for n in METHODS]
+STRICTLY = [case for case in STRICT if case[0] in (*KINDS, "parle", "lsgd+int8")]
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=[*KINDS, "parle", "lsgd+int8"]))
-def test_every_method_is_traced_under_strict_promotion(name, x64):
+@pytest.mark.parametrize("name, dtype, x64", mostly_slow(STRICT, fast=STRICTLY))
+def test_dtypes_stay_under_strict_promotion(name, dtype, x64):
     run = run_of(name, 4, 2, 8)  # which other tests share, without these settings
     with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
-        check_dtypes(run, jnp.float32)
+        check_dtypes(run, jnp.dtype(dtype))
 
 
 def check_dtypes(run, dtype):

@@ -168,7 +168,7 @@ ON_REPLICAS = {
 
 
 # By default with and without a narrow format, and both forms.
-QUICK = [("outer", "int8"), ("outer", "fragments"), ("chain", "easgd")]
+QUICK = [("outer", "int8"), ("chain", "easgd")]
 FACES = [(face, name) for face in ("outer", "chain") for name in ON_REPLICAS]
 
 
@@ -274,7 +274,7 @@ TURNS += in_turn("lsgd diloco easgd bfloat16 fragments".split(), [*TOLD][::-1])
     "name, told",
     mostly_slow(
         TURNS,
-        fast=[("int8", "specs"), ("int8", "types"), ("diloco", "untold")],
+        fast=[("int8", "specs"), ("diloco", "untold")],
     ),
 )
 def test_replicas_under_a_vmap_compute_what_workers_do(name, told):

@@ -191,7 +191,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(TURNS, fast=["int8", "unequal"]))
+@pytest.mark.parametrize("name", mostly_slow(TURNS, fast=["int8"]))
 def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name):
     """In the memory of a host every fragment has a state and a program of its own.
 

@@ -80,7 +80,7 @@ def by_member(axes, x):
 GROUPS = [("node", "local"), "local", "node"]
 EVERY = [(kind, axes) for kind in ["coordinate_median", *KINDS] for axes in GROUPS]
 # By default two kinds, of which one sums over the shares and the other one does not.
-FAST = [*EVERY[:2], ("krum", GROUPS[0])]
+FAST = [EVERY[0], ("krum", GROUPS[0])]
 
 
 @pytest.mark.parametrize("kind, axes", mostly_slow(EVERY, fast=FAST))
@@ -111,7 +111,7 @@ def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monke
 @pytest.mark.parametrize("kind", ["krum", "geometric_median"])
 def test_bytes_do_not_grow_with_the_workers(kind):
     """The gradient, 1/W of the result, a count, and 3 W x W or 3 W sums of squares."""
-    for W in 2, 4, 8:
+    for W in 2, 8:
         workers, tx = lj.Workers(1, W), KINDS[kind][0]()
         state = lambda g, tx=tx: tx.update(g, tx.init(g))[1]
         (seen,) = lj.diagnostics(workers.map(state)(workers.put(jnp.ones([W, 800]))))

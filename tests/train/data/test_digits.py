@@ -4,22 +4,22 @@ import importlib.util
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from train.data import digits
 
 
-ORIGINAL = load_digits()
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_digits_have_the_documented_split(moved, monkeypatch):
+    from sklearn.datasets import load_digits  # takes a second
+
+    original = load_digits()
+
     def missing(path, **_):
         raise FileNotFoundError(path)
 
     if moved:  # another version of scikit-learn keeps its file elsewhere
         monkeypatch.setattr(np, "loadtxt", missing)
-        monkeypatch.setattr("sklearn.datasets.load_digits", lambda: ORIGINAL)
+        monkeypatch.setattr("sklearn.datasets.load_digits", lambda: original)
     np.random.seed(5)  # has no effect
     dataset = digits.load()
     assert dataset.num_classes == 10
@@ -29,8 +29,8 @@ def test_the_digits_have_the_documented_split(moved, monkeypatch):
     images = np.concatenate([dataset.train.images, dataset.test.images])[..., 0]
     labels = np.concatenate([dataset.train.labels, dataset.test.labels])
     # Since 255 / 16 > 1, rounding keeps all 17 values apart.
-    np.testing.assert_array_equal(np.rint(images / 255 * 16), ORIGINAL.images[order])
-    np.testing.assert_array_equal(labels, ORIGINAL.target[order])
+    np.testing.assert_array_equal(np.rint(images / 255 * 16), original.images[order])
+    np.testing.assert_array_equal(labels, original.target[order])
     assert images.min() == 0 and images.max() == 255
     assert dataset.train.labels[:10].tolist() == [2, 8, 2, 6, 6, 7, 1, 9, 8, 5]
     assert dataset.test.labels[:10].tolist() == [7, 9, 4, 7, 0, 2, 6, 1, 3, 1]

@@ -90,7 +90,7 @@ runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.2, 1.0, 2.5, 4.0, 5.5])
+@pytest.mark.parametrize("seconds", [0.2, 2.5, 5.5])
 def test_ctrl_c_ends_the_run_at_any_time(tmp_path, seconds):
     command = [sys.executable, "-m", "train", "digits", "--steps", "1000000"]
     folder = tmp_path / "run"

@@ -269,6 +269,7 @@ def test_a_file_goes_with_resuming(tmp_path):
     assert (config.seed, config.steps) == (5, 9)
 
 
+@pytest.mark.slow  # test_loop sends signals in this process
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
     folder = tmp_path / "run"
     arguments = [*QUICK, *FOR_EVER, "--run-dir", str(folder)]

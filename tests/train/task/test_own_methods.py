@@ -170,6 +170,7 @@ def test_a_configuration_keeps_the_name_and_the_options(tmp_path):
         cli.parse([*resume, "--method.strength", "0.1"])
 
 
+@pytest.mark.slow  # all tests above are of its parts
 def test_a_run_trains_resumes_and_loads(tmp_path, monkeypatch):
     """With strength 1 the method is local SGD."""
     tiny.install(set=monkeypatch.setattr)

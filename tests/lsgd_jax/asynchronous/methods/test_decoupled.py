@@ -22,8 +22,7 @@ UNITS = json.loads(ORACLES.read_text())["units"]
 OUTER = dict(learning_rate=0.5, momentum=0.6)
 
 
-@pytest.mark.parametrize("W", [1, 4])
-@pytest.mark.parametrize("merge", ["mean", "radial"])
+@pytest.mark.parametrize("W, merge", [(1, "mean"), (4, "radial")])
 def test_equally_fast_and_with_a_quorum_of_all_it_is_streaming_diloco(W, merge):
     """Sent after steps 2, 4, 6, …, taken over a step later."""
     rule = lj.rules.anchored(optax.sgd(**OUTER, nesterov=True), merge=merge)
