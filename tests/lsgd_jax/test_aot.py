@@ -756,9 +756,15 @@ CASES = [
 WIRES = {"lsgd+int8", "local_sgd+stochastic", "diloco+int8", "easgd+bfloat16", "sgp+int4"}
 
 
+# So are rows whose exchange is that of another row, and on GPUs long ones of two kinds.
+ALIKE = "easgd_combine osgp_delayed pairwise_clock pairwise_loss cge_decay".split()
+LONG = ("lsgd_streaming", "grawa+layers")
+
+
 def is_short(form, name):
     wire = re.search(r"\+(bfloat16|int8|int4|stochastic)", name)
-    return form != "replicas-gpu" and (wire is None or name in WIRES)
+    once = name not in ALIKE and not (form == "workers-gpu" and name in LONG)
+    return form != "replicas-gpu" and once and (wire is None or name in WIRES)
 
 
 @pytest.mark.aot
@@ -841,6 +847,7 @@ def test_on_two_levels_only_a_share_of_a_node_crosses(kind):
     assert two_levels <= 0.3 * exact and two_levels <= 0.5 * one_level
 
 
+@functools.cache
 def on_large_leaves(kind, method):
     """The quiet and the due step around four leaves of 16 MB."""
     workers = lj.Workers(mesh=cluster(kind).mesh(node=2, local=4), axes=("node", "local"))
