@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs.digits import CONFIG
-from train.config import Config, WorkersConfig, methods
+from train.config import Config, TransformerConfig, WorkersConfig, methods
 from train.data import digits
 from train.data.arrays import Dataset, Images
 from train.run import loop
@@ -31,6 +31,23 @@ SMALL = dataclasses.replace(
     test_every=6,
     checkpoint_every=6,
 )
+
+
+def of_words(config, data, learning_rate, warmup_steps):
+    """An experiment on text or translation with a small transformer, 60 steps long."""
+    rate = dict(learning_rate=learning_rate, warmup_steps=warmup_steps)
+    return dataclasses.replace(
+        config,
+        data=data,
+        transformer=TransformerConfig(layers=1, heads=2, width=16),
+        workers=WorkersConfig(1, 2),
+        optimizer=dataclasses.replace(config.optimizer, **rate),
+        method=methods.make("diloco", period=10),
+        steps=60,
+        log_every=20,
+        test_every=30,
+        checkpoint_every=30,
+    )
 
 
 # Settings on which an experiment does not depend.

@@ -40,6 +40,8 @@ INVALID = {
     **dict.fromkeys(COUNTS.split(), ([0, 2.5, True], COUNT)),
     **dict.fromkeys(FRACTIONS.split(), ([-0.1, 1.5, NAN], FRACTION)),
     **dict.fromkeys(NUMBERS.split(), ([-1, INF, NAN], NUMBER)),
+    "grawa.decay": ([1, NAN], "(less than 1|in )"),
+    "cge.decay": ([1, NAN], "(less than 1|in )"),
     "faulty": ([-1], COUNT),
     "cut": ([-1, True], COUNT),
     "offset": ([-1, 1], r"an int in \[0, 1\)"),

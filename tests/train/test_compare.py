@@ -9,7 +9,6 @@ import tiny
 from train import compare
 from train.config import settings
 from train.metrics import log
-from train.process.exit_status import CRASHED, LOST, WRONG_USAGE
 from train.run import cli
 
 
@@ -155,27 +154,6 @@ def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, refusal):
     message = "another configuration: workers.nodes: the run has 2, the command says 1"
     line = [*command(tmp_path, "lsgd"), "--workers.nodes", "1"]
     assert message in refusal(compare.main, line)
-
-
-@pytest.mark.parametrize(
-    "error, status, line",
-    [
-        (ValueError("UNKNOWN: Gloo failed"), LOST, "error: another process was lost "),
-        (ValueError("`x` must be 1"), WRONG_USAGE, "error: `x` must be 1\n"),
-        (ZeroDivisionError("x"), CRASHED, "error: this process crashed "),
-    ],
-)
-def test_a_process_that_is_lost_ends_the_others_as_in_a_run(
-    one_of_two, tmp_path, capsys, monkeypatch, error, status, line
-):
-    def fail(config, session):
-        raise error
-
-    monkeypatch.setattr(compare, "open_run", fail)
-    with pytest.raises(SystemExit) as ended:
-        compare.main(command(tmp_path, "lsgd"))
-    assert ended.value.code == status
-    assert capsys.readouterr().err.splitlines(True)[-1].startswith(line)
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300])

@@ -10,7 +10,6 @@ import tiny
 
 from train import plan
 from train.planning import measurement
-from train.process.exit_status import LOST, WRONG_USAGE
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/is_it_worth_it.md"
@@ -163,26 +162,6 @@ def test_a_size_without_a_law(planned):
     assert "from 35 M to 10 B parameters" in base["loss"]["source"]
     assert any("outside the range of their fits" in x for x in rest["sources"])
     assert "no law says" in rest["advice"]
-
-
-@pytest.mark.parametrize(
-    "error, status, line",
-    [
-        (ValueError("UNKNOWN: Gloo failed"), LOST, "error: another process was lost "),
-        (ValueError("`x` must be 1"), WRONG_USAGE, "error: `x` must be 1\n"),
-    ],
-)
-def test_a_process_that_is_lost_ends_the_others_as_in_a_run(
-    one_of_two, capsys, monkeypatch, error, status, line
-):
-    def fail(config, session):
-        raise error
-
-    monkeypatch.setattr(plan, "measure", fail)
-    with pytest.raises(SystemExit) as ended:
-        plan.main(["digits"])
-    assert ended.value.code == status
-    assert capsys.readouterr().err.startswith(line)
 
 
 def test_what_a_command_draws(tmp_path, capsys):

@@ -71,15 +71,3 @@ def test_a_worker_that_was_not_finite_starts_its_average_anew():
     assert lj.diagnostics(state)[0].restored.tolist() == [0, 0, 1]
     kept = lj.resize(state, [2, 0])[1].pulls[0].rule
     assert kept.count.tolist() == [1, 3] and kept.norms[1] == rule.norms[0]
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"decay": 1}, "`decay` must be less than 1"),
-        ({"period": 5, "fragments": 2}, "`fragments` must divide the period"),
-    ],
-)
-def test_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
-        lj.contrib.grawa(**options)

@@ -140,7 +140,12 @@ def test_a_method_of_the_user_takes_the_options():
         (
             lambda: lj.exchange(lj.diloco(8, merge="radial"), wire="int8"),
             ValueError,
-            "`wire` must be",
+            "`wire` must be 'float32'",
+        ),
+        (
+            lambda: lj.diloco(2, guard=lj.Guard(), weights=(1,)),
+            ValueError,
+            "`weights` must be None",
         ),
     ],
 )

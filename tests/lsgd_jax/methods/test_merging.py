@@ -42,15 +42,3 @@ def test_a_worker_that_is_not_finite_does_not_weigh(merge):
     np.testing.assert_allclose(found, weighed, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"one number per worker \(3\), got 2"):
         merged(outer_sgd(merge=merge, weights=(1, 2)), g)
-
-
-@pytest.mark.parametrize(
-    "build, message",
-    [
-        (lambda: lj.diloco(2, merge="radial", wire="int8"), "`wire` must be 'float32'"),
-        (lambda: lj.diloco(2, guard=lj.Guard(), weights=(1,)), "`weights` must be None"),
-    ],
-)
-def test_refuses(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()

@@ -11,12 +11,13 @@ import pytest
 
 from configs.cifar10_cnn7 import CONFIG as CIFAR10
 from configs.digits import CONFIG
+from train import compare, plan
 from train.cluster import rendezvous, session, shared_folder, signals
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.config import DistributedConfig
 from train.process import numerics
-from train.process.exit_status import CRASHED, LOST
+from train.process.exit_status import CRASHED, LOST, WRONG_USAGE
 
 
 class Thread(Session):
@@ -99,6 +100,31 @@ def test_one_of_several_processes_exits_at_once(monkeypatch, capsys, error, stat
         raise error
     assert ended[0] == status
     assert f"error: {line}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, status, line",
+    [
+        (ValueError("UNKNOWN: Gloo failed"), LOST, "error: another process was lost "),
+        (ValueError("`x` must be 1"), WRONG_USAGE, "error: `x` must be 1\n"),
+        (ZeroDivisionError("x"), CRASHED, "error: this process crashed "),
+    ],
+)
+@pytest.mark.parametrize(
+    "command, works", [(compare, "open_run"), (plan, "measure")], ids=["compare", "plan"]
+)
+def test_a_command_ends_the_others_as_a_run_does(
+    command, works, error, status, line, one_of_two, tmp_path, capsys, monkeypatch
+):
+    def fail(config, session):
+        raise error
+
+    monkeypatch.setattr(command, works, fail)
+    more = ["--methods=lsgd", f"--out={tmp_path}"] if command is compare else []
+    with pytest.raises(SystemExit) as ended:
+        command.main(["digits", *more])
+    assert ended.value.code == status
+    assert capsys.readouterr().err.splitlines(True)[-1].startswith(line)
 
 
 # Agreement

@@ -13,7 +13,7 @@ import train as trainer
 from configs.text import CONFIG
 from train import export, sample
 from train.__main__ import main
-from train.config import DataConfig, TransformerConfig, WorkersConfig, methods
+from train.config import DataConfig
 from train.data import text
 from train.metrics import log
 from train.run.folder import check_same_experiment
@@ -35,18 +35,8 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(file):
-    return dataclasses.replace(
-        CONFIG,
-        data=DataConfig(name="text", files=(str(file),), context=8),
-        transformer=TransformerConfig(layers=1, heads=2, width=16),
-        workers=WorkersConfig(1, 2),
-        optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=0.02, warmup_steps=2),
-        method=methods.make("diloco", period=10),
-        steps=60,
-        log_every=20,
-        test_every=30,
-        checkpoint_every=30,
-    )
+    data = DataConfig(name="text", files=(str(file),), context=8)
+    return tiny.of_words(CONFIG, data, learning_rate=0.02, warmup_steps=2)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import train as trainer
 from configs.translation import CONFIG
 from train import export, sample
 from train.__main__ import main
-from train.config import DataConfig, TransformerConfig, WorkersConfig, methods
+from train.config import DataConfig
 from train.data.translation import Pairs, Translation
 from train.metrics import log
 from train.task import translation as task
@@ -38,18 +38,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(files):
-    return dataclasses.replace(
-        CONFIG,
-        data=DataConfig("translation", source=files[0], target=files[1], context=16),
-        transformer=TransformerConfig(layers=1, heads=2, width=16),
-        workers=WorkersConfig(1, 2),
-        optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=0.01, warmup_steps=9),
-        method=methods.make("diloco", period=10),
-        steps=60,
-        log_every=20,
-        test_every=30,
-        checkpoint_every=30,
-    )
+    data = DataConfig("translation", source=files[0], target=files[1], context=16)
+    return tiny.of_words(CONFIG, data, learning_rate=0.01, warmup_steps=9)
 
 
 @pytest.fixture(scope="module")
