@@ -143,13 +143,14 @@ class MeshChannel:
         if isinstance(permutation, Array):
             along = lambda x: self._through_all(x, permutation)
         else:
+            size = self.size
             for side, indices in zip(("source", "destination"), zip(*permutation)):
                 if len(set(indices)) < len(indices):
                     raise ValueError(f"every {side} may occur once, got {permutation=}")
-                if not all(0 <= i < self.size for i in indices):
+                if not all(0 <= i < size for i in indices):
                     raise ValueError(
-                        f"indices must lie in 0..{self.size - 1} for a group of "
-                        f"{self.size} workers, got {permutation=}"
+                        f"indices must lie in 0..{size - 1} for a group of {size} "
+                        f"workers, got {permutation=}"
                     )
             devices, slots = self._devices_and_slots()
             along = lambda x: _send_along(x, permutation, devices, MeshChannel(slots))

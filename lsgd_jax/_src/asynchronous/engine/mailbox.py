@@ -36,7 +36,6 @@ class Mailbox:
 
     Attributes:
       wire: the format.
-      is_narrow: whether it rounds parameters.
       bytes_sent: to others, so far.
       state: returns the state from which another worker can go on in this one's place, or
         None. The worker sets it.
@@ -44,7 +43,6 @@ class Mailbox:
 
     def __init__(self, wire: Wire | WireFormat = "float32", index: int = 0):
         self.wire, self._index = Wire.of(wire), index
-        self.is_narrow = self.wire.is_narrow
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._readers: dict[Hashable, int] = {}  # fetches left
@@ -89,7 +87,7 @@ class Mailbox:
         error: of earlier trees, which is added to this one. The errors are None where
           nothing is rounded.
         """
-        if not self.is_narrow or not finite(tree):
+        if not self.wire.is_narrow or not finite(tree):
             return tree, tree, None
         owed = tree if error is None else combined(operator.add, tree, error)
         packed = self.packed(owed)

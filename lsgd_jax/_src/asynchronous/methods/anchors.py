@@ -111,6 +111,10 @@ class AnchorWorker(Driver):
         if len(self._posted) > self.behind:
             self.transport.mailbox.drop(("anchor", self._posted.popleft()))
 
+    async def fetch(self, holder: int, turn: int) -> Outer | None:
+        """Returns the outer state of a turn; None if its holder has failed."""
+        return await or_none(self.transport.ask(holder, "fetch", ("anchor", turn)))
+
     def take_over(self, state: Any) -> None:
         """Continues from another worker's turn and outer states."""
         super().take_over(state)

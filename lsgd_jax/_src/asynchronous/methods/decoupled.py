@@ -27,7 +27,6 @@ from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
     Outer,
     delayed_nesterov,
-    or_none,
 )
 from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
 from lsgd_jax._src.checks import (
@@ -271,8 +270,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         for number, offer in offers.items():
             taker = min(await self.transport.round(("turn", number), None, [me]))
             if taker != me:
-                fetch = self.transport.ask(taker, "fetch", ("anchor", number))
-                outers[number] = await or_none(fetch)
+                outers[number] = await self.fetch(taker, number)
                 continue
             p = self._fragment(number)
             outer = self._moved(p, await self._answers(number, offer()))

@@ -210,8 +210,7 @@ class DiLoCoWorker(AnchorWorker):
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
             if number > self.turn:
-                fetch = self.transport.ask(holder, "fetch", ("anchor", number))
-                if (outer := await or_none(fetch)) is not None:
+                if (outer := await self.fetch(holder, number)) is not None:
                     return outer
         return self.outers[0]
 

@@ -276,7 +276,7 @@ class Driver:
         small steps back.
         """
         worker, error = self.worker, None
-        if self.transport.mailbox.is_narrow and self.is_finite:
+        if self.transport.mailbox.wire.is_narrow and self.is_finite:
             _, _, error = self.transport.mailbox.encoded(worker.on_host())
         answer = self.transport.ask(peer, "latest")
         self.in_flight[slot] = InFlight(answer, worker.count, peer, error=error)

@@ -102,7 +102,7 @@ class WAGMAWorker(Driver):
         self._error: Tree = None  # of this worker's contributions to means of all
         # The last mean of all, or the start: contributions are differences to it.
         self.reference: Tree = None
-        if self.transport.mailbox.is_narrow:
+        if self.transport.mailbox.wire.is_narrow:
             self.reference, self.kept = worker.on_host(), ("rounds", "k", "reference")
         worker.measure, worker.reference = lambda: self._number, lambda: self.reference
 
@@ -191,7 +191,7 @@ class WAGMAWorker(Driver):
         """Returns the mean of the members that are finite, or None without any."""
         mailbox, collectives = self.transport.mailbox, self.transport.collectives
         y, gives = self._difference(), self.is_finite
-        if not mailbox.is_narrow:
+        if not mailbox.wire.is_narrow:
             total, count, _ = await collectives.all_reduce(key, y, gives, members)
             return combined(lambda x: x / count, total) if count else None
         packed, _, error = mailbox.encoded(y, self._error) if gives else ((), (), None)
