@@ -148,7 +148,8 @@ def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
             name, again = f"{chosen}-{again}", again + 1
         configs[name] = config
         method(config)
-    options.check(config.workers)
+    for config in configs.values():
+        options.check(config.workers)
     return options, configs
 
 

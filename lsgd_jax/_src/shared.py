@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -24,7 +24,7 @@ NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names
 
 
 @contextlib.contextmanager
-def during(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+def during(variable: contextvars.ContextVar[T], value: T) -> Generator[None]:
     """Sets a context variable in the `with` block."""
     token = variable.set(value)
     try:

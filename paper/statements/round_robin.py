@@ -155,15 +155,16 @@ def draw(eta: np.ndarray, alpha: np.ndarray, radii: list[np.ndarray]) -> Any:
     """Draws the spectral radius over η and α, for one and for two workers."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
     border = np.linspace(0, 2, 101)
+    levels = np.linspace(0, 2, 21)
+    style = {"cmap": "RdBu_r", "extend": "max"}
+    images = []
     for p, (axes, largest) in enumerate(zip(panels, radii), start=1):
-        levels = np.linspace(0, 2, 21)
-        style = {"cmap": "RdBu_r", "extend": "max"}
-        image = axes.contourf(eta, alpha, largest, levels, **style)
+        images.append(axes.contourf(eta, alpha, largest, levels, **style))
         axes.contour(eta, alpha, largest, [1 + 1e-9], colors="black", linewidths=1.4)
         axes.plot(border, limit(border), "--", color="tab:green", lw=2)
         axes.set_xlabel("η")
         axes.set_title(f"p = {p}", fontsize=10)
     panels[0].set_ylabel("α")
-    figure.colorbar(image, ax=panels, label="spectral radius")
+    figure.colorbar(images[-1], ax=panels, label="spectral radius")
     figure.suptitle("black: stable inside; green, dashed: (4 − 2η)/(4 − η)", fontsize=10)
     return figure

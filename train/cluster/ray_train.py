@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import ray
@@ -259,7 +259,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _storage(folder: pathlib.Path) -> Iterator[str]:
+def _storage(folder: pathlib.Path) -> Generator[str]:
     """A folder for Ray Train's own files, beside the run folder, where all hosts see it."""
     path = folder.with_name(f".{folder.name}.ray")
     try:

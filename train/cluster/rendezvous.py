@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -261,7 +261,7 @@ def _resolve(host: str) -> None:
 
 
 @contextlib.contextmanager
-def _without_proxies() -> Iterator[None]:
+def _without_proxies() -> Generator[None]:
     """Hides web proxies, through which gRPC cannot reach the coordinator and hangs."""
     proxies = {k: v for k, v in os.environ.items() if k.lower().endswith("_proxy")}
     for name in proxies:
@@ -273,7 +273,7 @@ def _without_proxies() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
+def _ended_by_ctrl_c() -> Generator[None]:
     """Lets Ctrl-C end the process, because Python would handle it only after the wait."""
     handler = signal.getsignal(signal.SIGINT)
     if handler != signal.SIG_IGN:
@@ -285,7 +285,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_if_late(config: Config, started: Started) -> Iterator[None]:
+def _ended_if_late(config: Config, started: Started) -> Generator[None]:
     """Exits with one line if the other processes do not arrive in time."""
     seconds = config.distributed.start_timeout
     where = started.arguments.get("coordinator_address", "the coordinator")

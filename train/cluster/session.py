@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import jax
 import numpy as np
@@ -130,7 +130,7 @@ class Session:
         return status
 
     @contextlib.contextmanager
-    def ended_by_errors(self) -> Iterator[None]:
+    def ended_by_errors(self) -> Generator[None]:
         """Exits at an error if this process is one of several, so that all end soon."""
         try:
             yield

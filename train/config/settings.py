@@ -7,7 +7,7 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Generator, Mapping, Set
 from typing import Any
 
 import lsgd_jax as lj
@@ -203,7 +203,7 @@ def _no_json(text: str, error: json.JSONDecodeError) -> str:
 
 
 @contextlib.contextmanager
-def _naming(path: os.PathLike) -> Iterator[None]:
+def _naming(path: os.PathLike) -> Generator[None]:
     """Names the file in errors."""
     try:
         yield

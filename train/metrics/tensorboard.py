@@ -9,7 +9,7 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from tensorboardX import summary
@@ -65,7 +65,7 @@ class TensorBoard:
         self._file = None
 
     @contextlib.contextmanager
-    def _given_up_on_error(self) -> Iterator[None]:
+    def _given_up_on_error(self) -> Generator[None]:
         """Drops the current file if it cannot be written to."""
         try:
             yield

@@ -118,10 +118,9 @@ class Options(compile.Cluster, Unequal):
             )
         given = {name: getattr(self, name) for name in MOST} | {"parameters": self.size}
         for name, most in MOST.items():
-            if given[name] is not None and given[name] > most:
-                raise ValueError(
-                    f"`{name}` must be at most {most:g}, got {name}={given[name]:g}"
-                )
+            value = given[name]
+            if value is not None and value > most:
+                raise ValueError(f"`{name}` must be at most {most:g}, got {name}={value:g}")
         if self.sites is not None and self.sites < 2:
             raise ValueError(
                 f"`sites` must be at least 2: one has no exchanges, got sites={self.sites}"

@@ -8,7 +8,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TextIO
 
 from train.process.exit_status import SIGNALED, STOPPED, WRONG_USAGE
@@ -53,7 +53,7 @@ class Lasting:
                 self._stream.close()
 
     @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def _noting_failure(self) -> Generator[None]:
         try:
             yield
         except (OSError, ValueError) as error:  # ValueError: the stream was closed

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from train.process.exit_status import INTERRUPTED
 
@@ -31,7 +31,7 @@ def listen() -> None:
 
 
 @contextlib.contextmanager
-def answered(answer: Callable[[], None]) -> Iterator[None]:
+def answered(answer: Callable[[], None]) -> Generator[None]:
     """Calls `answer` at once if Ctrl-C is pressed inside, even while XLA compiles.
 
     Python calls the handler of a signal only when C++ code returns. It writes the number of

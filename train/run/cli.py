@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 import jax
@@ -168,7 +168,7 @@ def _resumed(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def one_line_errors(prog: str, options: Iterable[str] = ()) -> Iterator[None]:
+def one_line_errors(prog: str, options: Iterable[str] = ()) -> Generator[None]:
     """Raises a ValueError of one line for a wrong command line that tyro parses.
 
     tyro itself would print a box and exit. Its hook for parse errors is private so far.

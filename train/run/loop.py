@@ -6,7 +6,7 @@ import os
 import pathlib
 import platform
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ def take_steps(run: Run) -> Reason | None:
 
 
 @contextlib.contextmanager
-def _compiling(run: Run) -> Iterator[None]:
+def _compiling(run: Run) -> Generator[None]:
     """A step that is compiled: no training time, and Ctrl-C is answered at once."""
     line = f"Ctrl-C: the run saves and ends when step {run.step + 1} has been compiled"
     answered = interrupts.answered(lambda: run.progress.say(line))

@@ -153,10 +153,10 @@ def _elections(
     counts = [leaders.count(worker) for worker in workers]
     often.barh(workers, counts, color=BLUE, height=0.7)
     whole_numbers(often.xaxis)
-    for begin, end, nodes, locals in grids:
-        borders = np.arange(locals, nodes * locals, locals) - 0.5
-        when.hlines(borders, begin, end, color=GREY, lw=0.8)
-    for border in borders:  # of the last grid
+    borders = [np.arange(locals, n * locals, locals) - 0.5 for _, _, n, locals in grids]
+    for (begin, end, _, _), between in zip(grids, borders):
+        when.hlines(between, begin, end, color=GREY, lw=0.8)
+    for border in borders[-1]:
         often.axhline(border, color=GREY, lw=0.8)
     is_node = elections[0]["level"] == "node"
     whose = "leader of each node" if is_node else "leader of all"

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ def _known(losses: list[float]) -> list[float | None]:
 
 
 @contextlib.contextmanager
-def saved_if_data_fail(run: Run) -> Iterator[None]:
+def saved_if_data_fail(run: Run) -> Generator[None]:
     """Saves the run if reading data fails inside the context."""
     try:
         yield

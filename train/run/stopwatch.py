@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 class Stopwatch:
@@ -36,7 +36,7 @@ class Stopwatch:
         self._since = now
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
+    def compiling(self) -> Generator[None]:
         """Stops the stopwatch inside, where programs are compiled."""
         since = time.monotonic()
         with self.paused():
@@ -44,7 +44,7 @@ class Stopwatch:
         self.compile_seconds += time.monotonic() - since
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Stops the stopwatch inside."""
         if not self.pauses:
             yield

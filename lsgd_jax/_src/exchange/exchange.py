@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -225,7 +225,7 @@ def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
 
 
 @contextlib.contextmanager
-def naming_the_state(state: Any, init: Callable[[], Any]) -> Iterator[None]:
+def naming_the_state(state: Any, init: Callable[[], Any]) -> Generator[None]:
     """Raises ValueError for a state whose structure differs from that of `init`.
 
     It compares the structures only after another error, because a comparison at every call

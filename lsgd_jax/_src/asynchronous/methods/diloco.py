@@ -1,7 +1,6 @@
 """Asynchronous DiLoCo: pseudo-gradients move an anchor as they arrive."""
 
 import dataclasses
-import itertools
 import operator
 from typing import Any, Literal, get_args
 
@@ -167,7 +166,9 @@ class DiLoCoWorker(AnchorWorker):
         transport, me = self.transport, self.worker.index
         together, everyone = self._method.together, list(range(transport.position.workers))
         holders = {known: holder}
-        for number in itertools.count(known + 1):
+        number = known
+        while True:
+            number += 1
             if together:
                 brought = transport.mailbox.packed(gradient)
                 transport.mailbox.post(("brought", number), brought)

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -160,7 +160,7 @@ class Health:
 
 
 @contextmanager
-def cluster(options: Options, workers: int) -> Iterator[Health]:
+def cluster(options: Options, workers: int) -> Generator[Health]:
     """Connects this process to a cluster of Ray, or starts one; any runs inside use it.
 
     workers: number of workers for which a cluster that is started must have room.
@@ -252,7 +252,7 @@ def claim(session: pathlib.Path) -> None:
 
 
 @contextmanager
-def _private_token() -> Iterator[None]:
+def _private_token() -> Generator[None]:
     """Makes a token that Ray writes inside readable by this user only."""
     token = pathlib.Path.home() / ".ray" / "auth_token"
     is_new = not token.exists()
@@ -269,7 +269,7 @@ def _processes() -> list[subprocess.Popen]:
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
+def _loopback() -> Generator[None]:
     """Makes Ray listen on 127.0.0.1 only; it would otherwise choose another address."""
     constants: Any = ray._private.ray_constants
     kept = constants.ENABLE_RAY_CLUSTER
@@ -281,7 +281,7 @@ def _loopback() -> Iterator[None]:
 
 
 @contextmanager
-def signals(before: Mapping[int, Any]) -> Iterator[threading.Event]:
+def signals(before: Mapping[int, Any]) -> Generator[threading.Event]:
     """An event that SIGINT and SIGTERM set, unless the program handles them itself.
 
     before: the handlers before Ray was started, because Ray sets its own.
