@@ -1,6 +1,6 @@
-"""Workers, pulls and memory on a GPU: one command, one Markdown table.
+"""Workers, pulls, predictions and memory on a GPU: one command, one Markdown table.
 
-    python benchmarks/gpu.py > gpu.md              # a CUDA machine, under 8 minutes
+    python benchmarks/gpu.py > gpu.md              # a CUDA machine, under 11 minutes
     python benchmarks/gpu.py --sizes small         # tries the script anywhere
     python benchmarks/gpu.py --sizes cpu --only workers
 
@@ -10,6 +10,8 @@ Needs the extras `cuda` and `train`. The parts are
   beside one worker;
 - pulls: a step with a pull, one that is not due, and one compiled without it, beside AdamW
   alone, at 100 million parameters;
+- models: a step of three language models and its peak of memory, beside what `lj.aot`
+  computes for them;
 - memory: the peak of a step with a pull, with and without donation, and the method's state;
 - processes: the pulls again, among one process per GPU joined by NCCL; skipped where there
   is one GPU.
@@ -40,13 +42,17 @@ from side_by_side import Step, in_turns, ratios
 from usage import head, parser, row
 
 import lsgd_jax as lj
+from lsgd_jax import aot
 from train.launch import free_port
 from train.task.transformer import Transformer
 
 
 ROW = "row: "  # marks results, because gloo and NCCL print lines, too
-# Seconds of a run of each part; with six runs for memory less than 8 minutes.
-LIMITS_S = {"devices": 30, "workers": 150, "pulls": 110, "memory": 20, "processes": 65}
+# Seconds of a run of each part; with six runs for memory less than 11 minutes.
+LIMITS_S = {
+    **{"devices": 30, "workers": 150, "pulls": 130, "models": 150},
+    **{"memory": 20, "processes": 65},
+}
 NEVER = 1_000_000
 PLENTY = 30e9  # bytes of a GPU that has room for four workers of 100 million parameters
 
@@ -61,6 +67,7 @@ class Sizes:
       parameters: millions of float32 parameters of a worker.
       leaves: the number of arrays that hold them.
       methods, wires: the pulls to time.
+      models: the models of the predictions and their batches, from small to large.
       repetitions: blocks of steps of each arm.
       block_s: approximate seconds of a block.
       limit: factor of the time limits, because machines without a GPU may be busy.
@@ -75,6 +82,11 @@ class Sizes:
     leaves: int = 40
     methods: tuple[str, ...] = ("lsgd", "diloco", "easgd")
     wires: tuple[str, ...] = ("float32", "int8")
+    models: tuple[tuple[Transformer, int], ...] = (
+        (Transformer(32768, 1024, 12, 12, 768, dtype="bfloat16"), 16),
+        (Transformer(32768, 1024, 24, 16, 1024, dtype="bfloat16"), 8),
+        (Transformer(32768, 2048, 16, 16, 2048, dtype="bfloat16"), 4),
+    )
     repetitions: int = 5
     block_s: float = 0.3
     limit: float = 1.0
@@ -89,6 +101,7 @@ SIZES = {
         leaves=9,
         methods=("diloco",),
         wires=("int8",),
+        models=((Transformer(11, 8, 1, 2, 16), 2),),
         repetitions=1,
         block_s=0.01,
         limit=5,
@@ -295,7 +308,11 @@ def started(network):
 
 
 def network_arm(network, count, batch):
-    """Returns an AdamW step of `count` workers of one device, or of a model for None."""
+    return Step(*network_step(network, count, batch))
+
+
+def network_step(network, count, batch):
+    """Returns AdamW of `count` workers, or of one model for None, and its state."""
     start, tx = started(network), optax.adamw(1e-3)
     shape = (count or 1, batch, network.context + 1)
     tokens = np.random.default_rng(0).integers(0, network.vocabulary, shape, np.int32)
@@ -312,11 +329,35 @@ def network_arm(network, count, batch):
     if count is None:
         params, tokens = jax.device_put((start, tokens[0]))
         state = [params, tx.init(params), tokens]
-        return Step(jax.jit(step, donate_argnums=(0, 1)), state)
+        return jax.jit(step, donate_argnums=(0, 1)), state
     grid = lj.Workers(1, count, devices=jax.devices()[:1])
     params = grid.replicate(start)
     state = [params, grid.map(tx.init)(params), grid.put(tokens)]
-    return Step(grid.map(step, donate=(0, 1)), state)
+    return grid.map(step, donate=(0, 1)), state
+
+
+# Predictions
+
+
+def models(options, sizes):
+    """Times models and measures their memory, beside what is computed for them.
+
+    The peak of memory is that of the process, so models must be in the order of their size.
+    """
+    for network, batch in sizes.models:
+        step, state = network_step(network, None, batch)
+        report = aot.report_of(step.trace(*state))
+        millions = sum(x.size for x in jax.tree.leaves(state[0])) / 1e6
+        case = f"{millions:.4g} M {network.dtype}, context {network.context}, batch {batch}"
+        times = timed(sizes, {"model": Step(step, state)})["model"]
+        if seconds := report.mean_seconds():
+            yield row_of(case, times, "computed", [1e3 * seconds.step] * len(times))
+        else:
+            yield [case, f"{statistics.median(times):.2f} ms", "an unknown chip", "", ""]
+        if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
+            planned = report.programs[0].memory.peak
+            yield memory_row(f"{case}: peak in use", peak, "computed", planned)
+        del step, state
 
 
 # Pulls
@@ -437,7 +478,7 @@ def memory(options, sizes):
     yield found | {"planned by the compiler": planned}
 
 
-PARTS = {f.__name__: f for f in (devices, workers, pulls, processes, memory)}
+PARTS = {f.__name__: f for f in (devices, workers, pulls, models, processes, memory)}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Counts the operations of a training step of each model (`aot.flops`), without compiling, and
 divides them by the peak of the chip times the default efficiency of `aot.report`. The last
-column is the efficiency at which both would be equal: the defaults were taken from it. A
+column is the efficiency at which both would be equal: the defaults of TPUs were taken from
+it. That of GPUs is larger, because a report adds the bytes that their kernels move. A
 second table has the all-reduce of gradients between slices, in float32 and after the
 gradient. Prints two Markdown tables in seconds, and needs no accelerator.
 """

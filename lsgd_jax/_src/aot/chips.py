@@ -18,8 +18,10 @@ class Chip(NamedTuple):
       network: bytes per second that a device can send to other slices or hosts: its share
         of the network of its host.
       links: the number of links of a chip in its torus; 0 where a switch connects devices.
-      efficiency: the share of the peak that training reached in published runs, with what
-        is recomputed.
+      efficiency: the share of its figures that training reached in measured runs, with
+        what is recomputed.
+      overlaps: whether products and transfers to and from HBM run side by side; kernels of
+        a GPU run one after another.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Chip(NamedTuple):
     network: float = 3.125e9
     links: int = 0
     efficiency: float = 0.5
+    overlaps: bool = True
 
 
 GIB = 2**30
@@ -99,9 +102,7 @@ TARGETS = {
     "h100": Target(
         "NVIDIA H100 80GB HBM3", *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072
     ),
-    "h200": Target(
-        "NVIDIA H200 141GB HBM3e", *_HOPPER, 4800000000000, 52428800, 1.98, 151397597184
-    ),
+    "h200": Target("NVIDIA H200", *_HOPPER, 4800000000000, 52428800, 1.98, 151397597184),
     "b200": Target(
         "NVIDIA B200",
         *(10, 148, 128, 233472, 232448),
@@ -114,7 +115,10 @@ FIGURES = {
     "h200": (989e12, 4800e9, 450e9, f"{NVIDIA}data-center/h200/", 50e9),
     "b200": (2250e12, 7700e9, 900e9, f"{NVIDIA}data-center/dgx-b200/", 50e9),
 }
-GPUS = {name: Chip(name, x.name, x.memory, *FIGURES[name]) for name, x in TARGETS.items()}
+GPUS = {
+    name: Chip(name, x.name, x.memory, *FIGURES[name], efficiency=0.7, overlaps=False)
+    for name, x in TARGETS.items()
+}
 
 
 def chip(name: str) -> Chip:

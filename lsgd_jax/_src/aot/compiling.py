@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from lsgd_jax._src.aot.collectives import Placement, collectives_of
 from lsgd_jax._src.aot.flops import flops as count
 from lsgd_jax._src.aot.hlo import Program as Parsed
+from lsgd_jax._src.aot.kernels import moved
 from lsgd_jax._src.aot.memory import excess, memory_of
 from lsgd_jax._src.aot.pod import Pod, pod_of
 from lsgd_jax._src.aot.report import Program, Report, shares_of
@@ -219,6 +220,8 @@ def _program(
             text=text,
         ), pod
     costs, memory, text = _costs(compiled), memory_of(compiled), compiled.as_text()
+    scheduled, chip = Parsed(text), pod.chip
+    is_gpu = chip is not None and not chip.overlaps
     order, fits, missing = _devices(compiled) or pod.devices, None, None
     if memory is not None and pod.memory is not None:
         fits = memory.peak <= pod.memory
@@ -236,8 +239,8 @@ def _program(
         exceeds=missing,
         fits=fits,
         flops=costs.get("flops") if flops is None else flops,
-        bytes_accessed=costs.get("bytes accessed"),
-        collectives=tuple(collectives_of(Parsed(text), placement)),
+        bytes_accessed=moved(scheduled) if is_gpu else costs.get("bytes accessed"),
+        collectives=tuple(collectives_of(scheduled, placement)),
         text=text,
     ), pod
 

@@ -26,8 +26,8 @@ class Seconds:
     """Computed seconds of one step.
 
     Attributes:
-      compute: the longer one of operations / peak and bytes / HBM bandwidth, divided by the
-        efficiency.
+      compute: the longer one of operations / peak and bytes / HBM bandwidth, on GPUs their
+        sum, divided by the efficiency.
       inside_exposed, inside_hidden: transfers inside a slice or host.
       across_exposed, across_hidden: transfers between slices or hosts.
     """
@@ -62,8 +62,8 @@ class Program:
       exceeds: the bytes that are missing if it does not fit, if XLA tells.
       fits: whether it fits into the memory of a device; None if that is not known.
       flops: operations of a device in matrix products; None if unknown.
-      bytes_accessed: bytes between HBM and a chip, according to XLA (TPU only), which takes
-        the body of a loop once.
+      bytes_accessed: bytes between HBM and a chip: those of all kernels of a GPU, and on
+        TPUs XLA's count, which takes the body of a loop once.
       collectives: all collectives.
       phase: the phase of the method; None without one.
       text: the scheduled program, or XLA's message about one that does not fit.
@@ -232,8 +232,8 @@ class Report:
         memory = program.memory
         # A step reads its arguments and writes its results at least once.
         moved = max(program.bytes_accessed or 0, memory.arguments + memory.outputs)
-        compute = max((program.flops or 0) / chip.flops, moved / chip.memory_bandwidth)
-        compute /= self.efficiency
+        both = (program.flops or 0) / chip.flops, moved / chip.memory_bandwidth
+        compute = (max(both) if chip.overlaps else sum(both)) / self.efficiency
         exposed, hidden = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         left = compute
         # Transfers between slices come first, because they are the longest.
