@@ -49,7 +49,7 @@ SPARSE = dataclasses.replace(
 METHODS = harness.METHODS | {"sparse_diloco": SPARSE}
 # Sides of the leaves.
 SIDES = {f"small{i}": 128 for i in range(24)} | {f"large{i}": 512 for i in range(2)}
-BASE = optax.sgd(0.1)
+BASE = optax.adamw(0.1)
 # Slices of W / 2 chips; a slice of one or two chips is no topology of its own.
 SLICES = {2: "2x2", 8: "2x2", 32: "4x4", 128: "8x8", 512: "16x16"}
 

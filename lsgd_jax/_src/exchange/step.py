@@ -165,6 +165,10 @@ class Step:
         states: Sequence[PullState],
     ) -> tuple[Tree, tuple[PullState, ...], Array]:
         every, after = _Buffers.of(x, frame), []
+        if frame is not None:
+            # Otherwise XLA repeats the optimizer's step wherever u is read, and copies the
+            # optimizer's state, whose old and new values are both alive then.
+            u = lax.optimization_barrier(u)
         us, not_restored = every.packing.pack(u), jnp.asarray(False)
         is_finite &= every.all_finite(us)
         for k, (pull, state) in enumerate(zip(self.pulls, states)):
