@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import lsgd_jax as lj
 from lsgd_jax import aot
 from lsgd_jax._src.aot import buffers, kernels, links, memory, pod
-from lsgd_jax._src.aot.collectives import Placement, collectives_of
+from lsgd_jax._src.aot.collectives import Placement, collectives_of, exposed
 from lsgd_jax._src.aot.groups import groups_of
 from lsgd_jax._src.aot.hlo import Program
 from lsgd_jax._src.aot.shapes import carry_of
@@ -473,6 +473,14 @@ def test_messages_that_are_not_hidden_are_refused():
     aot.check_hidden(priced(across=1.0, overlap=0.2), overlap=0.2)
     with pytest.raises(ValueError, match="no program that sends across slices"):
         aot.check_hidden(priced())
+    # The two rounds of a mean in few bits follow each other.
+    first, second = (
+        aot.Collective("a", kind, 0, 1.0, 1.0, 1, False, overlap)
+        for kind, overlap in (("all-to-all", 0.3), ("all-gather", 0.7))
+    )
+    assert not exposed([first, second], 0.95) and exposed([first], 0.5) == [first]
+    late = first._replace(overlap=0.02)
+    assert exposed([late, second], 0.5) == [late]
 
 
 def test_a_message_after_a_product_waits_for_it():

@@ -163,6 +163,8 @@ def flag_for_delay(run: Run, backend: str, environ: Mapping[str, str]) -> str:
     large = sum(x[0].size >= LARGE for x in jax.tree.leaves(run.state.params))
     fragments = getattr(run.config.method, "fragments", 1)
     messages = sends * (math.ceil(large / fragments) + 1)  # and one of all small leaves
+    if any(method.pulls[i].wire not in ("float32", "bfloat16") for i in late):
+        messages *= 2  # codes and their scales
     ((name, limit),) = lj.aot.overlap_options(messages).items()
     if messages < 2 or name in environ.get("XLA_FLAGS", ""):
         return ""

@@ -32,6 +32,10 @@ FIELD = re.compile(
 )
 SLICE = 100_000  # XLA gives the devices of slice i the ids from i * SLICE
 
+SMALL = 0.01  # the share of a program's bytes below which a message is only a flag
+ROUNDS = {"all-to-all", "all-gather"}  # of a mean in few bits
+FORWARD = 0.25  # the products of a forward pass among those of a step
+
 
 class Collective(NamedTuple):
     """One collective of a program.
@@ -74,6 +78,24 @@ class Collective(NamedTuple):
     def hidden(self) -> bool:
         """Whether matrix products are scheduled between its start and its end."""
         return self.overlap > 0
+
+
+def exposed(collectives: Iterable[Collective], overlap: float) -> list[Collective]:
+    """The messages to other slices or hosts with a smaller overlap, without flags.
+
+    A mean in few bits has two rounds. The first one travels beside the forward pass and the
+    second one beside the backward pass, so their overlaps add up.
+    """
+    crossing = [each for each in collectives if each.crosses]
+    least = SMALL * sum(each.times * each.across for each in crossing)
+    large = [each for each in crossing if each.times * each.across >= least]
+
+    def beside(each: Collective) -> float:
+        others = [x.overlap for x in large if {x.kind, each.kind} == ROUNDS]
+        has_its_part = each.overlap >= FORWARD * overlap
+        return each.overlap + (min(others, default=0.0) if has_its_part else 0.0)
+
+    return [each for each in large if beside(each) < overlap]
 
 
 class Placement(NamedTuple):

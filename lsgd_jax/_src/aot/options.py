@@ -1,8 +1,10 @@
 """Options of XLA with which a message with a delay travels beside the gradient."""
 
+import collections
 from typing import Any
 
 from lsgd_jax._src.aot.chips import GPUS
+from lsgd_jax._src.aot.collectives import exposed
 
 
 # The collectives that XLA for GPUs keeps in flight at a time: one unless it is set.
@@ -42,9 +44,9 @@ def proposal(*reports: Any) -> list[str]:
 
 
 def _messages(program: Any) -> int:
-    """The number of messages to other hosts if the largest one is not hidden."""
-    crossing = [x for x in program.collectives if x.crosses]
-    largest = max(crossing, key=lambda x: x.bytes, default=None)
-    if largest is None or largest.overlap > 0.5:
+    """How many messages to other hosts are in flight together if one is not hidden."""
+    if not exposed(program.collectives, overlap=0.5):
         return 0
-    return sum(x.bytes >= 0.01 * largest.bytes for x in crossing)
+    # Scales count, too: no message is too small to keep another one waiting.
+    kinds = collections.Counter(x.kind for x in program.collectives if x.crosses)
+    return max(kinds.values())

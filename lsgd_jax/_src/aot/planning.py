@@ -4,19 +4,18 @@ import collections
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from lsgd_jax._src.aot import table
-from lsgd_jax._src.aot.collectives import Collective
-from lsgd_jax._src.aot.report import Program, Report, shares_of
+from lsgd_jax._src.aot.collectives import SMALL, Collective, exposed
+from lsgd_jax._src.aot.report import Report, shares_of
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer
 from lsgd_jax._src.exchange.parts import Fragment
 from lsgd_jax._src.exchange.phases import Phase, Sizes
 
 
-SMALL = 0.01  # the share of a program's bytes below which a message is only a flag
 FEW = 0.1  # the share of a step's products beside a message that counts as exposed
 
 
@@ -55,9 +54,9 @@ class Choice:
     @property
     def reason(self) -> str:
         """Why its largest exposed message is not hidden; empty if all of them are."""
-        exposed = [x for each in self.report.programs for x in _exposed(each, FEW)]
-        if exposed:
-            return _reason(max(exposed, key=lambda each: each.times * each.across))
+        waiting = [x for p in self.report.programs for x in exposed(p.collectives, FEW)]
+        if waiting:
+            return _reason(max(waiting, key=lambda each: each.times * each.across))
         seconds = map(self.report.seconds, self.report.programs)
         if any(x and x.across_exposed > SMALL * x.across_hidden for x in seconds):
             return "the transfer takes longer than the products beside it"
@@ -187,8 +186,9 @@ def check_hidden(report: Report, overlap: float = 0.5) -> None:
     Args:
       report: of a step with a method.
       overlap: the share of a step's matrix products that must be scheduled between the
-        start and the end of each message. Messages below 1 % of a program's bytes, such as
-        losses and flags, may be exposed.
+        start and the end of each message; the shares of the two rounds of a mean in few
+        bits are added. Messages below 1 % of a program's bytes, such as losses and flags,
+        may be exposed.
 
     Raises:
       AssertionError: a message with a smaller share. ValueError: a report in which nothing
@@ -197,20 +197,12 @@ def check_hidden(report: Report, overlap: float = 0.5) -> None:
     if not any(program.across for program in report.programs):
         raise ValueError(f"the report has no program that sends across {report.pod.unit}s")
     for program in report.programs:
-        for each in _exposed(program, overlap):
+        for each in exposed(program.collectives, overlap):
             raise AssertionError(
                 f"{each.kind} ({each.across:.0f} bytes) in the phase {program.name!r} has "
                 f"{100 * each.overlap:.0f} % of the products beside it, not "
                 f"{100 * overlap:.0f} %: {_reason(each)}"
             )
-
-
-def _exposed(program: Program, overlap: float) -> Iterator[Collective]:
-    """Yields messages to other slices or hosts with a smaller overlap, without flags."""
-    least = SMALL * program.across
-    for each in program.collectives:
-        if each.crosses and each.times * each.across >= least and each.overlap < overlap:
-            yield each
 
 
 def _reason(each: Collective) -> str:

@@ -181,7 +181,7 @@ def gpu(kind: str, hosts: int = 1, each: int = 8) -> Pod:
             "`aot.gpu` needs jax's plugin for CUDA: "
             'pip install -e ".[gpu-compile]" in a checkout of lsgd_jax'
         )
-    shape = f"1x{hosts}x{each}"
+    shape = f"{hosts}x1x{each}"
     target = chips.TARGETS[kind].text()
     devices = _described("", "kind", platform="cuda", topology=shape, target_config=target)
     name = f"{hosts} host{'s' * (hosts > 1)} of {each} {kind}"

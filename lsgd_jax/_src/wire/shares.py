@@ -31,17 +31,13 @@ def beside_a_gradient(loss: Array | None) -> contextlib.AbstractContextManager[N
 def second_round(arrived: Tree) -> Tree:
     """What the first of two rounds of messages brought, for the second one.
 
-    XLA for TPUs would hide the second round behind the whole gradient, and wait for the
-    first one. If the second round also waits for the loss, the first one travels beside the
-    forward pass, and the second one beside the backward pass.
+    XLA would hide the second round behind the whole gradient, and wait for the first one.
+    If the second round also waits for the loss, the first one travels beside the forward
+    pass, and the second one beside the backward pass.
     """
     if (loss := _FORWARD.get()) is None:
         return arrived
-    # On GPUs, where XLA starts a message late, both rounds would wait.
-    tied = lambda arrived, loss: lax.optimization_barrier((arrived, loss))[0]
-    return lax.platform_dependent(
-        arrived, loss, tpu=tied, default=lambda arrived, loss: arrived
-    )
+    return lax.optimization_barrier((arrived, loss))[0]
 
 
 class Shares:

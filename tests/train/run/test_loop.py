@@ -394,6 +394,7 @@ def test_a_method_that_will_exchange_nothing_is_a_warning(method):
         # Five leaves, of which four are large. Two fragments have two each.
         ("diloco", {"period": 4, "delay": 1}, 5 + 3),
         ("diloco", {"period": 4, "delay": 1, "fragments": 2}, 3 + 3),
+        ("diloco", {"period": 4, "delay": 1, "wire": "int8"}, 2 * 5 + 3),
         ("diloco", {"period": 4}, None),
         ("independent", {}, None),
         ("async-diloco", {}, None),
