@@ -151,9 +151,7 @@ def trimmed_mean(cut: int = 1) -> Mean:
             number > 2 * cut, (rank >= cut) & (rank < number - cut), in_the_middle
         )
         stays &= rank < number
-        ordered = (
-            lax.sort(jnp.where(column(counts, x), x, jnp.inf), dimension=0) for x in rows
-        )
+        ordered = [_ordered(x, column(counts, x)) for x in rows]
         return _mean([jnp.where(column(stays, x), x, 0) for x in ordered], stays)
 
     return inner
@@ -238,13 +236,21 @@ def median(rows: Array) -> Array:
     >>> median(jnp.array([[1.0], [4.0], [jnp.nan], [2.0]])).tolist()
     [2.0]
     """
-    ordered = lax.sort(jnp.where(jnp.isfinite(rows), rows, jnp.inf), dimension=0)
+    ordered = _ordered(rows, jnp.isfinite(rows))
     number = jnp.isfinite(ordered).sum(axis=0, dtype=jnp.int32)[None]
     rank = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
     # A sum over ranks, because indexing by rank would take further copies.
     at = lambda k: jnp.where(rank == k, ordered, 0).sum(axis=0)
     middle = 0.5 * at((number - 1) // 2) + 0.5 * at(number // 2)
     return jnp.where(number[0] > 0, middle, jnp.nan)
+
+
+def _ordered(rows: Array, where: Array) -> Array:
+    """For each coordinate the values where `where` holds from the smallest on, then inf.
+
+    Equal values need no order, in which XLA would keep them by sorting indices, too.
+    """
+    return lax.sort(jnp.where(where, rows, jnp.inf), dimension=0, is_stable=False)
 
 
 def _check_count(name: str, value: Any) -> None:
