@@ -313,6 +313,13 @@ def test_seconds_follow_from_the_figures():
     assert (faster.across_exposed, faster.across_hidden) == (0.25, 0.25)
     hidden = priced(across=0.1e9, overlap=1.0)
     assert hidden.seconds(hidden.programs[0]) == aot.Seconds(1.0, 0, 0, 0, 0.8)
+    # Two messages of 0.8 seconds beside the same half of the products; another round.
+    (each,) = priced(across=0.1e9, overlap=0.5).programs[0].collectives
+    for kind, covered in (("all-reduce", 0.5), ("all-gather", 1.0)):
+        two = dataclasses.replace(
+            hidden.programs[0], collectives=(each, each._replace(kind=kind))
+        )
+        assert hidden.seconds(two).across_hidden == pytest.approx(covered)
     # Kernels of a GPU that move bytes do not run beside products.
     both = dataclasses.replace(priced().programs[0], bytes_accessed=2 * 819e9)
     assert priced().seconds(both).compute == 2.0

@@ -224,7 +224,7 @@ class Report:
         A transfer between slices or hosts takes a latency and its bytes / `bandwidth`,
         shared by the devices of a host; another one its bytes / those links of the chip
         that its group can use. It is hidden for as long as the matrix products between its
-        start and its end compute.
+        start and its end compute. Transfers of one kind between slices or hosts share them.
         """
         chip = self.pod.chip
         if chip is None or program.memory is None:
@@ -235,7 +235,7 @@ class Report:
         both = (program.flops or 0) / chip.flops, moved / chip.memory_bandwidth
         compute = (max(both) if chip.overlaps else sum(both)) / self.efficiency
         exposed, hidden = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-        left = compute
+        left, beside = compute, {}
         # Transfers between slices come first, because they are the longest.
         for each in sorted(program.collectives, key=lambda x: not x.crosses):
             if each.crosses:
@@ -245,6 +245,11 @@ class Report:
                 seconds += LATENCY_INSIDE * (self.latency > 0)
             takes = each.times * seconds
             covered = min(takes, each.overlap * compute, left)
+            if each.crosses:
+                # Those of one kind travel together, and the rounds of a mean do not.
+                shared = each.overlap * compute - beside.get(each.kind, 0.0)
+                covered = min(covered, max(0.0, shared))
+                beside[each.kind] = beside.get(each.kind, 0.0) + covered
             left -= covered
             hidden[each.crosses] += covered
             exposed[each.crosses] += takes - covered
