@@ -671,6 +671,8 @@ LIMITS = {
     r"workers.* wagma.*": (5.2, 1.1, 60),
     # Each device works on 1/W of the coordinates of all workers.
     r"workers.* (coordinate_median|licm|robust.*|cge.*)": (4.0, 1.1, 60),
+    # Errors are taken before the message leaves; otherwise it is 2.6.
+    r"workers-gpu (diloco|slowmo)\+int8": (2.4, 1.1, 60),
     r"workers.* .*(streaming|layers)": (4.0, 1.1, 120),
     r"workers.* .*": (4.4, 1.1, 60),
     # XLA for GPUs gathers shards that are sorted or sent to a random peer.

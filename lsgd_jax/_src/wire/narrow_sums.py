@@ -67,7 +67,8 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
 
     rows = cut.rows(x.astype(jnp.float32))
     sent, given = wire.rounded(rows, layout, key)
-    left = rows - given
+    # XLA would take the difference once the messages have arrived, and hold both rows.
+    sent, left = lax.optimization_barrier((sent, rows - given))
     arrived = second_round(jax.tree.map(group.transpose, sent))
 
     def add(i: Array, total: Array) -> Array:
