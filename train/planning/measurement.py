@@ -114,9 +114,9 @@ def hidden(choice: lj.aot.Choice) -> float:
         return 0.0
     sent = beside = 0.0
     for program in choice.report.programs:
-        for each in program.collectives:
+        for each in (x for x in program.collectives if x.crosses):
             bytes_ = each.times * each.across
-            sent, beside = sent + bytes_, beside + bytes_ * each.overlap
+            sent, beside = sent + bytes_, beside + bytes_ * program.beside(each)
     return beside / sent if sent else 1.0
 
 

@@ -33,8 +33,8 @@ FIELD = re.compile(
 SLICE = 100_000  # XLA gives the devices of slice i the ids from i * SLICE
 
 SMALL = 0.01  # the share of a program's bytes below which a message is only a flag
-ROUNDS = {"all-to-all", "all-gather"}  # of a mean in few bits
-FORWARD = 0.25  # the products of a forward pass among those of a step
+ROUNDS = "all-to-all", "all-gather"  # of a mean in few bits
+FORWARD = 0.2  # a forward pass has at least so many of the products of a step
 
 
 class Collective(NamedTuple):
@@ -80,22 +80,26 @@ class Collective(NamedTuple):
         return self.overlap > 0
 
 
-def exposed(collectives: Iterable[Collective], overlap: float) -> list[Collective]:
-    """The messages to other slices or hosts with a smaller overlap, without flags.
+def beside(each: Collective, collectives: Iterable[Collective]) -> float:
+    """The share of the products beside a message to other slices or hosts.
 
     A mean in few bits has two rounds. The first one travels beside the forward pass and the
     second one beside the backward pass, so their overlaps add up.
     """
+    others = [x.overlap for x in _large(collectives) if {x.kind, each.kind} == set(ROUNDS)]
+    return each.overlap + (min(others, default=0.0) if each.overlap >= FORWARD else 0.0)
+
+
+def exposed(collectives: Iterable[Collective], overlap: float) -> list[Collective]:
+    """The messages to other slices or hosts with a smaller overlap, without flags."""
+    large = _large(collectives)
+    return [each for each in large if beside(each, large) < overlap]
+
+
+def _large(collectives: Iterable[Collective]) -> list[Collective]:
     crossing = [each for each in collectives if each.crosses]
     least = SMALL * sum(each.times * each.across for each in crossing)
-    large = [each for each in crossing if each.times * each.across >= least]
-
-    def beside(each: Collective) -> float:
-        others = [x.overlap for x in large if {x.kind, each.kind} == ROUNDS]
-        has_its_part = each.overlap >= FORWARD * overlap
-        return each.overlap + (min(others, default=0.0) if has_its_part else 0.0)
-
-    return [each for each in large if beside(each) < overlap]
+    return [each for each in crossing if each.times * each.across >= least]
 
 
 class Placement(NamedTuple):

@@ -200,7 +200,7 @@ def check_hidden(report: Report, overlap: float = 0.5) -> None:
         for each in exposed(program.collectives, overlap):
             raise AssertionError(
                 f"{each.kind} ({each.across:.0f} bytes) in the phase {program.name!r} has "
-                f"{100 * each.overlap:.0f} % of the products beside it, not "
+                f"{100 * program.beside(each):.0f} % of the products beside it, not "
                 f"{100 * overlap:.0f} %: {_reason(each)}"
             )
 

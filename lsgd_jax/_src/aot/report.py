@@ -9,7 +9,7 @@ from typing import Any
 
 from lsgd_jax._src.aot import table
 from lsgd_jax._src.aot.buffers import Buffer, largest
-from lsgd_jax._src.aot.collectives import Collective
+from lsgd_jax._src.aot.collectives import Collective, beside
 from lsgd_jax._src.aot.memory import Memory
 from lsgd_jax._src.aot.pod import Pod
 from lsgd_jax._src.exchange.exchange import Exchange
@@ -86,6 +86,10 @@ class Program:
     def across(self) -> float:
         """Bytes of a step that leave a device's slice or host."""
         return sum(each.times * each.across for each in self.collectives)
+
+    def beside(self, each: Collective) -> float:
+        """The share of the products beside a message; those of two rounds are added."""
+        return beside(each, self.collectives)
 
     def largest(self) -> list[Buffer]:
         """The temporaries when most memory is in use, largest first, with their names.
@@ -235,7 +239,7 @@ class Report:
         both = (program.flops or 0) / chip.flops, moved / chip.memory_bandwidth
         compute = (max(both) if chip.overlaps else sum(both)) / self.efficiency
         exposed, hidden = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-        left, beside = compute, {}
+        left, used = compute, {}
         # Transfers between slices come first, because they are the longest.
         for each in sorted(program.collectives, key=lambda x: not x.crosses):
             if each.crosses:
@@ -247,9 +251,9 @@ class Report:
             covered = min(takes, each.overlap * compute, left)
             if each.crosses:
                 # Those of one kind travel together, and the rounds of a mean do not.
-                shared = each.overlap * compute - beside.get(each.kind, 0.0)
-                covered = min(covered, max(0.0, shared))
-                beside[each.kind] = beside.get(each.kind, 0.0) + covered
+                free = each.overlap * compute - used.get(each.kind, 0.0)
+                covered = min(covered, max(0.0, free))
+                used[each.kind] = used.get(each.kind, 0.0) + covered
             left -= covered
             hidden[each.crosses] += covered
             exposed[each.crosses] += takes - covered
