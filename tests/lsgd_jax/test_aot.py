@@ -488,6 +488,11 @@ def test_messages_that_are_not_hidden_are_refused():
     assert not exposed([first, second], 0.95) and exposed([first], 0.5) == [first]
     late = first._replace(overlap=0.02)
     assert exposed([late, second], 0.5) == [late]
+    report = priced(across=1.0)
+    rounds = first._replace(overlap=0.98), second._replace(overlap=0.02)
+    program = dataclasses.replace(report.programs[0], collectives=rounds)
+    with pytest.raises(AssertionError, match="all-gather .* 2 % .* added up with a grad"):
+        aot.check_hidden(dataclasses.replace(report, programs=(program,)))
 
 
 def test_a_message_after_a_product_waits_for_it():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from lsgd_jax._src.aot import table
-from lsgd_jax._src.aot.collectives import SMALL, Collective, exposed
-from lsgd_jax._src.aot.report import Report, shares_of
+from lsgd_jax._src.aot.collectives import FORWARD, ROUNDS, SMALL, Collective, exposed
+from lsgd_jax._src.aot.report import Program, Report, shares_of
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer
 from lsgd_jax._src.exchange.parts import Fragment
@@ -54,9 +54,10 @@ class Choice:
     @property
     def reason(self) -> str:
         """Why its largest exposed message is not hidden; empty if all of them are."""
-        waiting = [x for p in self.report.programs for x in exposed(p.collectives, FEW)]
+        programs = self.report.programs
+        waiting = [(x, p) for p in programs for x in exposed(p.collectives, FEW)]
         if waiting:
-            return _reason(max(waiting, key=lambda each: each.times * each.across))
+            return _reason(*max(waiting, key=lambda pair: pair[0].times * pair[0].across))
         seconds = map(self.report.seconds, self.report.programs)
         if any(x and x.across_exposed > SMALL * x.across_hidden for x in seconds):
             return "the transfer takes longer than the products beside it"
@@ -201,16 +202,20 @@ def check_hidden(report: Report, overlap: float = 0.5) -> None:
             raise AssertionError(
                 f"{each.kind} ({each.across:.0f} bytes) in the phase {program.name!r} has "
                 f"{100 * program.beside(each):.0f} % of the products beside it, not "
-                f"{100 * overlap:.0f} %: {_reason(each)}"
+                f"{100 * overlap:.0f} %: {_reason(each, program)}"
             )
 
 
-def _reason(each: Collective) -> str:
+def _reason(each: Collective, program: Program) -> str:
     """Why a message is exposed, in words."""
     if each.conditional:
         return "the message stands in a conditional, which XLA waits for as a whole"
     if each.waits:
         return "the message depends on this step's gradient"
+    first, second = ROUNDS
+    hidden = [x.overlap for x in program.collectives if x.crosses and x.kind == first]
+    if each.kind == second and min(hidden, default=0.0) > 1 - FORWARD:
+        return "the loss, for which its second round waits, is added up with a gradient"
     return "XLA schedules too few products beside the message"
 
 
