@@ -358,7 +358,7 @@ def test_after_the_loss_of_all_workers_the_run_goes_on_from_a_checkpoint(on_ray)
     assert killed and out.restarts == [1, 1] and out.status.taken == 200
     killed.clear()
     with pytest.raises(RuntimeError, match="all workers were lost"):
-        run(training(pause), BUDGET, 1, 2, 200, options=options, on_status=act)
+        run(training(pause), BUDGET, 1, 2, 2000, options=options, on_status=act)
 
 
 @pytest.mark.slow
