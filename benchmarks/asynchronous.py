@@ -39,6 +39,7 @@ from usage import head, parser, row
 import lsgd_jax as lj
 from lsgd_jax import asynchronous as at
 from train.data import digits
+from train.planning.engine import still
 
 
 WORKERS, BATCH, WIDTH, RATE = 4, 32, 512, 0.05
@@ -173,17 +174,6 @@ def seconds_to(error, begun, owns):
         if error_of(np.mean(seen, axis=0, dtype=np.float32)) <= error:
             return float(now - begun)
     return None
-
-
-def still(params):
-    """Returns workers whose steps do not move these parameters."""
-    step = lambda params, opt_state, own, t: (
-        jax.tree.map(jnp.zeros_like, params),
-        opt_state,
-        own,
-        0.0,
-    )
-    return at.Training(lambda i: (params, (), ()), jax.jit(step))
 
 
 def simulated(method, options):

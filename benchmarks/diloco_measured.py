@@ -27,12 +27,12 @@ import statistics
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from small_networks import still
 from usage import head, parser, row
 
 import lsgd_jax as lj
 from train.metrics.drawing import plt
 from train.planning.candidates import Method
+from train.planning.engine import still
 from train.planning.links import Link
 from train.planning.setting import ALL, Setting
 

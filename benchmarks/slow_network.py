@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from limited_hosts import add_options, join, limited_hosts
-from small_networks import still
 from usage import parser
 
 import lsgd_jax as lj
 from train import simulate
 from train.cluster.session import Session
 from train.config import Config
+from train.planning.engine import still
 from train.planning.links import Link
 from train.planning.measurement import measure_link
 from train.planning.setting import ALL, Setting
@@ -38,7 +38,7 @@ from train.run import cli
 
 PROCESSES, LEAVES = 4, 16
 SIMULATED = 64  # steps, a multiple of most periods
-BASE = ["digits"]
+BASE = f"digits --workers.nodes {PROCESSES} --workers.locals 1".split()
 
 
 class Timed:

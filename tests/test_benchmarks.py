@@ -18,6 +18,14 @@ races = importlib.import_module("races")
 halos = importlib.import_module("halos")
 
 
+SCRIPTS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"torch_process"}
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_a_script_finds_what_it_imports(name):
+    importlib.import_module(name)
+
+
 # races.py
 
 

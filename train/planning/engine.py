@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 import lsgd_jax as lj
@@ -117,15 +118,14 @@ class LockStepWorker:
         self._in_flight.clear()
 
 
-def _start(index: int) -> tuple[Any, Any, Any]:
-    return [np.zeros(SIZE, np.float32) for _ in range(LEAVES)], (), ()
+def still(params: Any) -> lj.asynchronous.Training:
+    """Returns the training of workers whose steps do not move these parameters."""
+    no_move = jax.tree.map(np.zeros_like, params)
+    step = lambda params, opt_state, own, t: (no_move, opt_state, own, 0.0)
+    return lj.asynchronous.Training(lambda i: (params, (), ()), step)
 
 
-def _still(params: Any, opt_state: Any, own: Any, t: Any) -> tuple[Any, Any, Any, float]:
-    return _start(0)[0], opt_state, own, 0.0
-
-
-TRAINING = lj.asynchronous.Training(_start, _still)
+TRAINING = still([np.zeros(SIZE, np.float32)] * LEAVES)
 
 
 def lock_step(
