@@ -13,6 +13,7 @@ path: the momentum of ``params['dense']['kernel']`` also ends with ``['dense']['
 
 import contextlib
 import contextvars
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -241,18 +242,13 @@ class Layouts:
 
 _Variable = contextvars.ContextVar[Layouts | None]
 _KNOWN: _Variable = contextvars.ContextVar("known", default=None)
-# The layouts that types tell, where arrays cannot be taken apart by them.
+# The layouts that types of explicit axes tell, where arrays cannot be taken apart by them.
 TYPED: _Variable = contextvars.ContextVar("typed", default=None)
 
 
 def known(layouts: Layouts | None) -> contextlib.AbstractContextManager:
     """Makes the layouts known to everything that is traced in the `with` block."""
     return during(_KNOWN, layouts)
-
-
-def typed() -> Layouts | None:
-    """The layouts that the types of explicit axes tell, if any."""
-    return TYPED.get()
 
 
 def on_one_device() -> contextlib.AbstractContextManager:
@@ -337,10 +333,7 @@ def shard_by_shard(
 
 def sharded_over(tree: Tree) -> list[tuple[str, ...]]:
     """For each leaf the axes inside a worker over which it is known to be sharded."""
-    axes, layouts = known_axes(), _KNOWN.get()
-    if not axes or layouts is None:
-        return [()] * len(jax.tree.leaves(tree))
-    return [tuple(names_of(spec or Spec())) for spec in layouts.of_leaves(tree)]
+    return [tuple(itertools.chain(*each)) for each in axes_by_dimension(tree)]
 
 
 def axes_by_dimension(tree: Tree) -> list[list[tuple[str, ...]]]:

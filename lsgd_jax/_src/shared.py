@@ -19,7 +19,7 @@ REPAIR = "lsgd_repair"
 HOST = jax.memory.Space.Host
 WORKER_AXES = ("node", "local")
 
-# The names of 'node' and 'local' on a mesh that the user has made.
+# The names of 'node' and 'local' on a mesh that the user has made, while it is traced.
 NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names")
 
 
@@ -31,11 +31,6 @@ def during(variable: contextvars.ContextVar[T], value: T) -> Generator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-def naming(axes: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
-    """Gives 'node' and 'local' other names while the `with` block is traced."""
-    return during(NAMES, axes)
 
 
 class Shared(NamedTuple, Generic[T]):

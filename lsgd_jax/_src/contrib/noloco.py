@@ -101,9 +101,6 @@ def noloco(
     check_not_negative("gamma", gamma)
     pairs = neighbors(topology, axes)
 
-    def init(params: Tree) -> NoLoCoState:
-        return NoLoCoState(trees.widened(params), trees.zeros(params))
-
     def agree(group, x, y, state, takes_part, t):
         # Means are linear, so y - φ and φ need not travel apart.
         blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
@@ -117,5 +114,6 @@ def noloco(
         state = trees.where(moves, stepped, state)
         return state.slow, moves | ~takes_part, state
 
+    init = lambda params: NoLoCoState(trees.widened(params), trees.zeros(params))
     rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=pairs.turns)
     return exchange(Pull(rule, 1.0, every=period), **options)

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from lsgd_jax._src.trees import Tree
-
 
 def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
     """`lax.cond`, or one of the branches if `due` is a Python bool.
@@ -30,20 +28,18 @@ def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
 
     def typed(branch, other):
         # The other branch is traced for the types of its results. XLA drops its operations.
-        return lambda *operands: _typed_alike(branch(*operands), other(*operands))
+        return lambda *operands: jax.tree.map(
+            _typed_alike, branch(*operands), other(*operands)
+        )
 
     return lax.cond(due, typed(then, otherwise), typed(otherwise, then), *operands)
 
 
-def _typed_alike(tree: Tree, like: Tree) -> Tree:
-    """Returns `tree`, typed as varying also over the axes over which `like` varies."""
-
-    def cast(x, y):
-        own, other = (jax.typeof(a).manual_axis_type.varying for a in (x, y))
-        missing = tuple(other - own)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree, like)
+def _typed_alike(x: Array, like: Array) -> Array:
+    """Returns x, typed as varying also over the axes over which `like` varies."""
+    own, other = (jax.typeof(a).manual_axis_type.varying for a in (x, like))
+    missing = tuple(other - own)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 @custom_vmap

@@ -129,7 +129,7 @@ class Outer(ByValue):
 
     def _of_one_worker(self, fn: Callable[..., Tree], params: Tree, *args: Any) -> Tree:
         """fn(params, *args); under a `jax.vmap` over replicas as on `Workers`."""
-        known = layouts.typed()
+        known = layouts.TYPED.get()
         if self.specs is None and known is None:
             return fn(params, *args)
         axes = [axis for pull in self.method.pulls for axis in Group(pull.rule.axes).axes]

@@ -218,7 +218,18 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
 
 def taken(part: Any, tree: Tree) -> list[bool]:
     """Returns for each leaf whether it is in a part that is no fragment."""
-    return list(map(_taker(part), _paths(tree)))
+    paths = _paths(tree)
+    if callable(part) and not _is_mask(part):
+        return [bool(part(path)) for path in paths]
+    if _are_paths(part):
+        return [any(_is_under(path, start) for start in part) for path in paths]
+    marks = jax.tree_util.tree_leaves_with_path(part)
+    marks = [(_name(start), bool(take)) for start, take in marks]
+    found = [[take for start, take in marks if _is_under(path, start)] for path in paths]
+    if [] in found:
+        path = paths[found.index([])]
+        raise ValueError(f"the mask `part` must have a bool for {path!r}, got {part!r}")
+    return [take for take, *_ in found]
 
 
 def cuts_all(fragment: Fragment) -> bool:
@@ -288,25 +299,6 @@ def _scan_axis(
         axis, stack = scan_axis, None
     is_stack = axis is not None and axis < leaf.ndim and leaf.shape[axis] > 1
     return (axis, stack) if is_stack else (None, None)
-
-
-def _taker(part: Any) -> Callable[[str], bool]:
-    """Returns a function that tells whether a path is in the part."""
-    if callable(part) and not _is_mask(part):
-        return lambda path: bool(part(path))
-    if _are_paths(part):
-        return lambda path: any(_is_under(path, start) for start in part)
-    marks = [
-        (_name(path), take) for path, take in jax.tree_util.tree_leaves_with_path(part)
-    ]
-
-    def marked(path: str) -> bool:
-        found = [bool(take) for start, take in marks if _is_under(path, start)]
-        if not found:
-            raise ValueError(f"the mask `part` must have a bool for {path!r}, got {part!r}")
-        return found[0]
-
-    return marked
 
 
 def _is_mask(part: Any) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts
 from lsgd_jax._src.layouts import Layouts, Specs
-from lsgd_jax._src.shared import naming
+from lsgd_jax._src.shared import NAMES, during
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.collectives import is_bound
 
@@ -99,7 +99,7 @@ class Rows(NamedTuple):
         rows = Spec(self.along)
 
         def on_device(*leaves: Any) -> Tree:
-            with layouts.known(known), naming({self.vmapped: self.along}):
+            with layouts.known(known), during(NAMES, {self.vmapped: self.along}):
                 outputs = known.laid_out(fn(*map(_first, leaves, batched)))
             return jax.tree.map(_as_row, outputs)
 

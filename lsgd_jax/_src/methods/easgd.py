@@ -55,9 +55,6 @@ def moving_center(
     ('node', 'local')
     """
 
-    def init(params: Tree) -> CenterState:
-        return CenterState(Group(axes).start(params))
-
     def agree(group, x, y, state, takes_part, t):
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
@@ -72,6 +69,7 @@ def moving_center(
         # The center is there to be pulled to even if no worker is finite.
         return target, fits, CenterState(group.shared(center))
 
+    init = lambda params: CenterState(Group(axes).start(params))
     return Rule(axes, init, agree, keeps=("error",), reads_x=False)
 
 

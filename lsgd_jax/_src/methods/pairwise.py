@@ -100,9 +100,6 @@ def pairwise(
     check_not_negative("divergence_threshold", divergence_threshold)
     graph = for_group(topology, check_one_peer)
 
-    def init(params):
-        return PairwiseState(jnp.zeros([], weight_dtype(params)))
-
     def step(u, x, state, loss, t):
         measure = state.measure
         if interpolation == "clock":
@@ -136,6 +133,7 @@ def pairwise(
         own = jax.tree.map(lambda a: jnp.where(takes_part, widened(a), 0), y)
         return trees.step_towards(own, z, f), takes_part | there, PairwiseState(mine)
 
+    init = lambda params: PairwiseState(jnp.zeros([], weight_dtype(params)))
     turns = turns_on(graph)
     rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=turns)
     return exchange(Pull(rule, 1.0), **options)
@@ -227,9 +225,6 @@ def gosgd(
         check_fraction("send_probability", send_probability)
     graph = for_group(topology, check_one_peer)
 
-    def init(params):
-        return SumWeightState(jnp.ones([], weight_dtype(params)))
-
     def agree(group, x, y, state, takes_part, t):
         w, here = state.weight, graph(group.size)
         sends = takes_part & group.bernoulli(value_at(send_probability, t), seed, t)
@@ -240,6 +235,7 @@ def gosgd(
         z = blend(y, jnp.where(takes_part, own, 0), sums, mass, error, w - own)
         return z, takes_part | (mass > 0), SumWeightState(own + mass)
 
+    init = lambda params: SumWeightState(jnp.ones([], weight_dtype(params)))
     turns = turns_on(graph)
     rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=turns)
     return exchange(Pull(rule, 1.0), **options)

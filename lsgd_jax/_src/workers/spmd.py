@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts
-from lsgd_jax._src.shared import check_rows, naming, one_worker, shared_flags
+from lsgd_jax._src.shared import NAMES, check_rows, during, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
 from lsgd_jax._src.workers.device_grid import Slots
@@ -102,7 +102,7 @@ def compiled(
             one = structure.unflatten(map(grid.typed, jax.tree.leaves(one), leaves, flags))
             shardings = ()
         found = layouts.Layouts(one, map(grid.spec_of, shardings, flags))
-        with layouts.known(found), naming(grid.names):
+        with layouts.known(found), during(NAMES, grid.names):
             traced, outputs = _trace(call, one, grid)
             nothing = [None] * len(jax.tree.leaves(outputs))
             specs = nothing if grid.is_explicit else found.of_leaves(outputs)

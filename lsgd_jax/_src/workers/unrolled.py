@@ -67,9 +67,7 @@ def _one_after_the_other(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
     def once(*leaves: Any) -> list[Any]:
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, leaves[:count]))(*leaves[count:])
 
-    @custom_vmap
-    def evaluate(*leaves: Any) -> list[Any]:
-        return once(*leaves)
+    evaluate = custom_vmap(once)
 
     @evaluate.def_vmap
     def _(size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:

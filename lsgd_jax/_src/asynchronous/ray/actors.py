@@ -99,7 +99,7 @@ class RayTransport(Transport):
             if call == "state":
                 return await self._answer(actor.state.remote())
             ask = lambda: self._answer(actor.serve.remote(call, given))
-            while is_busy(answer := unbuffered(await ask())):
+            while isinstance(answer := unbuffered(await ask()), str) and answer == BUSY:
                 if self.now() > until:
                     raise TimeoutError
                 await asyncio.sleep(AGAIN)
@@ -144,11 +144,6 @@ class RayTransport(Transport):
             except ValueError:
                 raise UnreachableError(f"there is no actor {name}") from None
         return self._actors[name]
-
-
-def is_busy(answer: Any) -> bool:
-    """Whether a worker must be asked again."""
-    return isinstance(answer, str) and answer == BUSY
 
 
 class Stopped(Exception):

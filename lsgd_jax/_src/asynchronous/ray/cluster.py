@@ -8,7 +8,6 @@ import pathlib
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 import warnings
@@ -94,13 +93,15 @@ class Health:
     Ray ends this process a minute after its head was lost, in its own words.
 
     Attributes:
+      node: the node of Ray that this process belongs to, or None.
       processes: those that this process has started.
       is_lost: whether one of them was found to have failed.
     """
 
     def __init__(self):
-        self._node: Any = getattr(ray._private.worker, "_global_node", None)
-        self.processes = _processes()
+        self.node: Any = getattr(ray._private.worker, "_global_node", None)
+        started = getattr(self.node, "all_processes", {}).values()
+        self.processes = [each.process for kind in started for each in kind]
         self._answered = self._asked = time.monotonic()
         self.is_lost = False
 
@@ -137,13 +138,13 @@ class Health:
                 return ready
 
     def _failure(self) -> str:
-        if self._node is None:
+        if self.node is None:
             return ""
         for name in ("gcs_server", "raylet"):
-            for started in self._node.all_processes.get(name, ()):
+            for started in self.node.all_processes.get(name, ()):
                 if (status := started.process.poll()) is not None:
                     return f"its process {name} has ended with status {status}"
-        return "" if self._node.all_processes else self._failure_of_joined()
+        return "" if self.node.all_processes else self._failure_of_joined()
 
     def _failure_of_joined(self) -> str:
         """Asks the head of a cluster that other commands have started."""
@@ -151,11 +152,11 @@ class Health:
         if now - self._asked < EVERY:
             return ""
         self._asked = now
-        host, _, port = self._node.gcs_address.rpartition(":")
+        host, _, port = self.node.gcs_address.rpartition(":")
         with suppress(OSError), socket.create_connection((host.strip("[]"), port), EVERY):
             self._answered = now
         silent = now - self._answered
-        address = f"its head at {self._node.gcs_address}"
+        address = f"its head at {self.node.gcs_address}"
         return "" if silent < SILENCE else f"{address} cannot be reached for {silent:.0f} s"
 
 
@@ -191,8 +192,10 @@ def cluster(options: Options, workers: int) -> Generator[Health]:
                     ray.init(address="local", **local, **shared)
     except Exception as error:  # Ray raises plain exceptions, too
         raise RuntimeError(advice(options.address, error)) from error
-    session, health = _session() if options.address is None else None, Health()
-    if session is not None:
+    health, session = Health(), None
+    if options.address is None and health.node is not None:
+        # The folder of logs and sockets that Ray has made for this run.
+        session = pathlib.Path(health.node.get_session_dir_path())
         claim(session)
     try:
         yield health
@@ -235,12 +238,6 @@ def advice(address: str | None, error: Exception) -> str:
     )
 
 
-def _session() -> pathlib.Path | None:
-    """Returns the folder of logs and sockets that Ray has made for this run."""
-    node = getattr(ray._private.worker, "_global_node", None)
-    return None if node is None else pathlib.Path(node.get_session_dir_path())
-
-
 def claim(session: pathlib.Path) -> None:
     """Notes in a session's folder whose it is, and removes those of processes that died."""
     for note in session.parent.glob(f"*/{OWNER}"):
@@ -259,13 +256,6 @@ def _private_token() -> Generator[None]:
     yield
     if is_new and token.exists():
         token.chmod(0o600)
-
-
-def _processes() -> list[subprocess.Popen]:
-    """Returns the processes that Ray has started on this machine."""
-    node = getattr(ray._private.worker, "_global_node", None)
-    started = getattr(node, "all_processes", {}).values()
-    return [information.process for kind in started for information in kind]
 
 
 @contextmanager

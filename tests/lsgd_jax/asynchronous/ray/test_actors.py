@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from lsgd_jax._src.asynchronous.engine.contents import buffered, unbuffered
-from lsgd_jax._src.asynchronous.ray.actors import WAITING, WorkerActor, is_busy
+from lsgd_jax._src.asynchronous.ray.actors import BUSY, WAITING, WorkerActor
 
 
 def test_requests_that_wait_leave_threads_for_those_that_need_not():
@@ -23,7 +23,7 @@ def test_requests_that_wait_leave_threads_for_those_that_need_not():
     while actor._waiting._value:
         time.sleep(0.01)
     actor.transport.mailbox.post("part", np.arange(3))
-    assert ask("part").tolist() == [0, 1, 2] and is_busy(ask("sum"))
+    assert ask("part").tolist() == [0, 1, 2] and ask("sum") == BUSY
     actor.transport.mailbox.post("sum", np.arange(2))
     for thread in waiting:
         thread.join()
