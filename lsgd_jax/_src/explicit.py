@@ -91,17 +91,14 @@ def by_shards(out: Callable[..., Any]) -> Callable[[F], F]:
     """
 
     def decorate(fn: F) -> F:
-        @with_automatic_axes
-        def sharded(self: Any, *trees: Any, **static: Any) -> Any:
-            own = functools.partial(fn, self, **static)
-            return shard_by_shard(own, *trees, out=out)
-
         @functools.wraps(fn)
         def run(self: Any, *trees: Any, **static: Any) -> Any:
+            own = functools.partial(fn, self, **static)
             # On most meshes nothing is sharded, and no layer is needed around fn.
             if known_axes() or explicit_mesh(jax.tree.leaves(trees)):
-                return sharded(self, *trees, **static)
-            return fn(self, *trees, **static)
+                own = functools.partial(shard_by_shard, own, out=out)
+                return with_automatic_axes(own)(*trees)
+            return own(*trees)
 
         return cast(F, run)
 

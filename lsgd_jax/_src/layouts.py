@@ -158,11 +158,7 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
         for x, n in zip(jax.tree.leaves(placed), rows)
     ]
     layouts = Layouts((one_worker(placed),), own)
-
-    def spec(path: str, leaf: Any) -> Spec:
-        return layouts.spec(tuple(path.split("/")), leaf.shape) or Spec()
-
-    return spec
+    return lambda path, leaf: layouts.spec(tuple(path.split("/")), leaf.shape) or Spec()
 
 
 # Layouts that are known while tracing
