@@ -44,6 +44,7 @@ from train.planning.engine import still
 
 WORKERS, BATCH, WIDTH, RATE = 4, 32, 512, 0.05
 SNAPSHOT = 10  # steps between two snapshots
+OVERHEAD = 0.011  # seconds of a message on Ray
 ALONE = "no communication"
 
 
@@ -78,7 +79,6 @@ def parse():
     words.add_argument(
         "--store", action="store_true", help="with --rate: send through Ray's object stores"
     )
-    words.add_argument("--overhead-ms", type=float, default=11, help="of a message on Ray")
     words.add_argument("--error", type=float, default=4.0, help="in percent, to reach")
     words.add_argument("--repetitions", type=int, default=3)
     words.add_argument("--only", nargs="+", help="run only these methods")
@@ -186,7 +186,7 @@ def simulated(method, options):
         nodes=WORKERS,
         locals=1,
         steps=options.steps,
-        network=at.Network(bandwidth, 0.0, bandwidth, 0.0, options.overhead_ms / 1e3),
+        network=at.Network(bandwidth, 0.0, bandwidth, 0.0, OVERHEAD),
         speeds=at.Speeds(options.step_ms / 1e3, slow={0: options.slow}),
         observe=lambda worker: ends[worker.index].append(worker.transport.now()),
     )

@@ -2,7 +2,6 @@
 
     python benchmarks/exchange_cost.py [--repetitions 7] [--sizes 0.35 24]
     python benchmarks/exchange_cost.py --processes 4 [--torch PYTHON]
-    python benchmarks/exchange_cost.py --trainer
 
 Workers hold some million float32 parameters in many leaves. Each repetition times AdamW
 alone, and AdamW and lsgd on steps with a pull in the node, on steps that are not due, and
@@ -10,8 +9,7 @@ on such steps compiled with due=False. The script prints medians (and minima) of
 milliseconds per step, and their ratio to AdamW alone in the same repetition. The workers
 are 8 devices of one process in two nodes. With `--processes N` they are N processes of one
 device in one node; with `--torch`, as many processes of PyTorch take turns with them.
-`--compile N...` times compilation for N leaves instead, and `--trainer` the trainer on CNN7
-with LSGD's pulls and without. Memory: about 20 bytes per parameter and worker.
+Memory: about 20 bytes per parameter and worker.
 """
 
 import argparse
@@ -21,19 +19,19 @@ import itertools
 import shutil
 import subprocess
 import sys
-import time
 
 import jax
 import optax
 from against_pytorch import CORES, Peers
 from gpu import NEVER, Pulling, sizes_of
-from side_by_side import in_turns, on_random_images, ratios
+from side_by_side import in_turns, one_device, ratios
 from usage import head, median, parser, row
 
 import lsgd_jax as lj
-from configs.cifar10_cnn7 import CONFIG
-from train.config import WorkersConfig, methods
 from train.launch import free_port
+
+
+BASES, LEAVES = {"adamw": optax.adamw, "sgd": optax.sgd}, 40
 
 
 def parse():
@@ -41,10 +39,6 @@ def parse():
     words.add_argument("--processes", type=int, default=1)
     words.add_argument("--repetitions", type=int, default=7)
     words.add_argument("--sizes", type=float, nargs="+", default=[0.35, 24.0])
-    words.add_argument("--leaves", type=int, default=40)
-    words.add_argument("--bases", nargs="+", default=["adamw", "sgd"])
-    words.add_argument("--compile", type=int, nargs="+", default=[])
-    words.add_argument("--trainer", action="store_true")
     words.add_argument("--torch", metavar="PYTHON", help="one with PyTorch")
     words.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
     words.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -67,10 +61,7 @@ def grid_of(options):
     """Returns the workers: all processes, or emulated devices of this one."""
     if options.process_id is None:
         return lj.Workers(2, 4)
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(
-        f"127.0.0.1:{options.port}", options.processes, options.process_id
-    )
+    one_device(options.port, options.processes, options.process_id)
     return lj.Workers(1, options.processes)
 
 
@@ -86,10 +77,9 @@ def measure(options):
     if is_main:
         print(f"jax {jax.__version__}, {grid}")
         head("base", "M parameters", "", "ms, median (min)", "ratio, median (min)")
-    for base, size in itertools.product(options.bases, options.sizes):
-        sizes = sizes_of(size, options.leaves)
-        tx = {"adamw": optax.adamw, "sgd": optax.sgd}[base](1e-3)
-        arms = Pulling(grid, sizes, of_period, tx).arms()
+    for base, size in itertools.product(BASES, options.sizes):
+        sizes = sizes_of(size, LEAVES)
+        arms = Pulling(grid, sizes, of_period, BASES[base](1e-3)).arms()
         with contextlib.ExitStack() as stack:
             if options.torch and is_main:
                 threads = max(1, CORES // options.processes)
@@ -105,35 +95,6 @@ def measure(options):
             row(base, size, name, median(seen), ratio)
 
 
-def measure_compilation(options):
-    """Prints the seconds to compile Adam with and without lsgd, on two devices and one."""
-    head("leaves", "devices", "Adam, s", "Adam + lsgd, s", "ratio")
-    for leaves, devices in itertools.product(options.compile, (2, 1)):
-        workers = lj.Workers(1, 2, devices=jax.devices()[:devices])
-        sizes = [16 * (16 + i % 3) for i in range(leaves)]
-        make = lambda period: lj.lsgd(0.1, 0.1, 16, 64)
-        pulling, seconds = Pulling(workers, sizes, make, optax.adam(1e-3)), []
-        for step in (pulling.step(), pulling.step(16)):
-            started = time.perf_counter()
-            step.lower(*pulling.state, *pulling.given).compile()
-            seconds.append(time.perf_counter() - started)
-        alone, both = seconds
-        row(leaves, devices, f"{alone:.1f}", f"{both:.1f}", f"{both / alone:.1f}")
-
-
-def measure_trainer(options):
-    """Prints the milliseconds of the trainer's steps with pulls and without."""
-    arms = {}
-    for name, pull in {"without pulls": 0.0, "with pulls": 0.1}.items():
-        method = methods.make("lsgd", pull, pull, local_period=16, global_period=64)
-        grid = WorkersConfig(nodes=2, locals=4)
-        arms[name] = on_random_images(CONFIG, workers=grid, method=method, batch_size=32)
-    times = in_turns(arms, options.repetitions, 64)
-    head("trainer", "ms, median (min)", "ratio, median (min)")
-    for name, seen in times.items():
-        row(name, median(seen), median(ratios(seen, times["without pulls"]), 3))
-
-
 def main():
     options = parse()
     if jax.config.jax_platforms is None:
@@ -143,12 +104,7 @@ def main():
     if options.process_id is None:
         lj.emulate_devices(8)
         lj.tune_cpu()
-    if options.compile:
-        measure_compilation(options)
-    elif options.trainer:
-        measure_trainer(options)
-    else:
-        measure(options)
+    measure(options)
 
 
 if __name__ == "__main__":

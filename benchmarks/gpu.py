@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from side_by_side import Step, in_turns, ratios
+from side_by_side import Step, in_turns, one_device, ratios
 from usage import head, parser, row
 
 import lsgd_jax as lj
@@ -370,13 +370,7 @@ def pulls(options, sizes):
 
 def processes(options, sizes):
     """Times steps with and without a pull among processes of one device each."""
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(
-        f"127.0.0.1:{options.port}",
-        options.processes,
-        options.process_id,
-        [options.process_id],
-    )
+    one_device(options.port, options.processes, options.process_id)
     yield from time_pulls(sizes, lj.Workers(1, options.processes), "processes")
 
 

@@ -13,18 +13,17 @@ those by the formulas of the released simulator, in which messages do not share 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from usage import head, parser, row
 
 import lsgd_jax as lj
-from train.planning.engine import LEAVES, SIZE, TRAINING
+from train.planning.engine import LEAVES, SIZE, TRAINING, LockStepWorker
 
 
 WORLD = lj.asynchronous.WORLDS["halos"]
 WORKERS = WORLD.nodes * WORLD.locals
 UPDATES = 32  # of a region's server, until it exchanges with the global one
-SECONDS = 1000.0  # simulated
+SECONDS, ENDLESS = 1000.0, 10**6  # simulated, and more steps than they have room for
 
 
 def local_steps(worker: int, most: int) -> int:
@@ -50,24 +49,17 @@ class Servers:
 
     def bind(self, worker: lj.asynchronous.Worker, steps: int) -> "ServersWorker":
         """Returns the method in one worker."""
-        return ServersWorker(self, worker)
+        return ServersWorker(self, worker, steps)
 
 
-class ServersWorker:
+class ServersWorker(LockStepWorker):
     """A worker that only exchanges. The global server is with worker 0."""
 
-    def __init__(self, method: Servers, worker: lj.asynchronous.Worker):
+    def __init__(self, method: Servers, worker: lj.asynchronous.Worker, steps: int):
+        super().__init__((), worker, steps)
         place = worker.transport.position
-        self._method, self._worker = method, worker
+        self._method = method
         self._server = method.regional * (place.index - place.index % place.locals)
-
-    def step(self, x: Any, u: Any, loss: Any, t: int) -> Any:
-        """Returns the parameters, which stay."""
-        return x
-
-    async def before_step(self) -> bool:
-        """Returns True: the time of the simulation ends it."""
-        return True
 
     async def after_step(self) -> None:
         """Exchanges with the server at the end of a round."""
@@ -85,12 +77,6 @@ class ServersWorker:
         await transport.ask(0, "exchange", self._worker.params)
         self._method.updates[self._server] = 0
 
-    def state(self) -> None:
-        """Returns nothing: no worker fails."""
-
-    def take_over(self, state: None) -> None:
-        """Takes nothing over."""
-
 
 def simulated(method: lj.asynchronous.Method, seconds: float = SECONDS) -> float:
     """Returns the steps per second of all workers together."""
@@ -100,7 +86,7 @@ def simulated(method: lj.asynchronous.Method, seconds: float = SECONDS) -> float
         method,
         WORLD.nodes,
         WORLD.locals,
-        1,
+        ENDLESS,
         WORLD.network.scaled(LEAVES * SIZE / WORLD.parameters),
         WORLD.speeds,
         timeout=math.inf,

@@ -63,6 +63,12 @@ def made_up(count: int) -> Images:
     return Images(images, rng.integers(0, 10, size=count, dtype=np.int32))
 
 
+def one_device(port: int, processes: int, process: int) -> None:
+    """Joins the processes of this machine, each with one device."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, [process])
+
+
 def steps_of(method: Any, least: int) -> int:
     """Returns the steps of a block: the longest period of a method, or `least`."""
     names = "period", "local_period", "global_period"

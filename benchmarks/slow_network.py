@@ -13,7 +13,6 @@ because other work on the machine only adds to them.
 """
 
 import argparse
-import functools
 import json
 import sys
 import time
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from limited_hosts import add_options, join, limited_hosts
-from usage import parser
+from usage import head, parser, row
 
 import lsgd_jax as lj
 from train import simulate
@@ -38,6 +37,7 @@ from train.run import cli
 
 PROCESSES, LEAVES = 4, 16
 SIMULATED = 64  # steps, a multiple of most periods
+PAUSE, PERIODS = 0.1, 5  # seconds in a step, and periods to measure
 BASE = f"digits --workers.nodes {PROCESSES} --workers.locals 1".split()
 
 
@@ -56,16 +56,16 @@ class Timed:
         self._step, self._session = workers.map(step), session
         self._state = params, workers.map(tx.init)(params)
 
-    def period_seconds(self, steps: int, options: argparse.Namespace) -> float:
+    def period_seconds(self, steps: int) -> float:
         """Times `steps` steps several times and returns the least, without the first."""
         found = []
-        for i in range(options.periods + 1):
+        for i in range(PERIODS + 1):
             if i < 2:
                 self._session.wait_for_all()
             began = time.perf_counter()
             for _ in range(steps):
                 self._state = jax.block_until_ready(self._step(*self._state))
-                time.sleep(options.pause)
+                time.sleep(PAUSE)
             found.append(time.perf_counter() - began)
         return min(found[1:])
 
@@ -90,7 +90,6 @@ def work(options: argparse.Namespace) -> None:
     session = join(cli.parse(BASE), options, PROCESSES)
     workers = lj.Workers(PROCESSES, 1)
     session.connect(workers.mesh)
-    say = functools.partial(print, flush=True) if session.is_main else lambda *_: None
     rows = int(options.mb * 1e6 / 4 / LEAVES / 100)
     start = [jnp.ones([rows, 100]) for _ in range(LEAVES)]
     params = workers.replicate(start)
@@ -98,7 +97,7 @@ def work(options: argparse.Namespace) -> None:
     link = measure_link(workers, params, ("node", "local"), PROCESSES)
     parse = lambda words: cli.parse([*BASE, *words.split()])
     alone = Timed(parse("--method independent"), workers, params, session)
-    step = alone.period_seconds(16, options) / 16
+    step = alone.period_seconds(16) / 16
     setting = Setting(payload / 4, {ALL: link}, step=step, leaves=LEAVES)
     planned = [
         (found.options, found.periods[-1], found.share)
@@ -106,17 +105,19 @@ def work(options: argparse.Namespace) -> None:
         if found.method.name in ("lsgd", "diloco") and not found.method.delay
     ]
     planned = json.loads(session.agree(json.dumps(planned)))  # the same in all processes
-    say(f"{options.rate}, {payload / 1e6:.1f} MB, a step {1e3 * step:.1f} ms: {link}")
-    say("| settings | planned, % | simulated, % | measured, % |\n" + "| --- " * 4 + "|")
+    if session.is_main:
+        print(f"{options.rate}, {payload / 1e6:.1f} MB, a step {1e3 * step:.1f} ms: {link}")
+        head("settings", "planned, %", "simulated, %", "measured, %")
     for words, period, predicted in planned:
         config = parse(words)
         trained = Timed(config, workers, params, session)
         times = max(1, 8 // period)
-        taken = trained.period_seconds(times * period, options) / times
-        silent = alone.period_seconds(16, options) / 16
-        predictions = predicted, simulated(config, silent, link, start)
-        shares = *predictions, 1 - period * silent / taken
-        say(f"| `{words}` | {' | '.join(f'{100 * share:.1f}' for share in shares)} |")
+        taken = trained.period_seconds(times * period) / times
+        silent = alone.period_seconds(16) / 16
+        if session.is_main:
+            predictions = predicted, simulated(config, silent, link, start)
+            shares = *predictions, 1 - period * silent / taken
+            row(f"`{words}`", *(f"{100 * share:.1f}" for share in shares))
 
 
 def main() -> None:
@@ -128,12 +129,8 @@ def main() -> None:
     words.add_argument(
         "--share", type=float, default=0.2, help="largest share of time to wait"
     )
-    words.add_argument("--pause", type=float, default=0.1, help="seconds in a step")
     words.add_argument(
         "--mb", type=float, default=1.0, help="megabytes of float32 parameters"
-    )
-    words.add_argument(
-        "--periods", type=int, default=5, help="number of periods to measure"
     )
     add_options(words)
     options = words.parse_args()

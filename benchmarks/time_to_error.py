@@ -10,8 +10,8 @@ network namespaces of this machine that send at a limited rate (Linux, root, ipr
 train each method over a few exchanges on random images. PyTorch's DDP is assumed to need
 the steps of all-reduce, and its local SGD those of ours. Both train the same network
 (`torch_process.py`; --torch names a Python with PyTorch). The script prints tables of
-milliseconds per step and seconds to the error. It writes time_to_error.json and
-time_to_error.png, the seconds over the rate, into RACES.
+milliseconds per step and seconds to the error. It writes time_to_error.png, the seconds
+over the rate, into RACES.
 """
 
 import json
@@ -154,9 +154,6 @@ def main():
             numbers = (unit * found[rate][label][index] for rate in found)
             row(label, *(f"{n:.0f}" if math.isfinite(n) else "–" for n in numbers))
         print()
-    finite = lambda pair: [n if math.isfinite(n) else None for n in pair]
-    kept = {rate: {k: finite(v) for k, v in row.items()} for rate, row in found.items()}
-    (out / "time_to_error.json").write_text(json.dumps(kept, indent=1))
     if limited:
         draw(found, limited, out / "time_to_error.png")
 

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import jax
 from jax.experimental import multihost_utils
-from side_by_side import on_random_images
+from side_by_side import on_random_images, one_device
 
 import lsgd_jax as lj
 from train.config import WorkersConfig
@@ -32,9 +32,8 @@ def main():
     sys.stdout = python_only(sys.stdout)  # for the answers alone, and gloo prints there
     os.environ["PJRT_NPROC"] = str(options.threads)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
     lj.tune_cpu()
-    jax.distributed.initialize(f"127.0.0.1:{options.port}", options.workers, options.rank)
+    one_device(options.port, options.workers, options.rank)
     config = import_module(f"configs.cifar10_{options.model}").CONFIG
     grid = WorkersConfig(nodes=1, locals=options.workers)
     ours = on_random_images(config, workers=grid, batch_size=options.batch_size)
