@@ -1,8 +1,7 @@
 """Fixtures for the tests of several packages."""
 
-import pathlib
-
 import pytest
+from outside import times
 
 
 @pytest.fixture(scope="session")
@@ -19,12 +18,8 @@ def refusal(capsys, tmp_path, monkeypatch):
     """Checks wrong usage of a command: status 2, one line on stderr, no changed file."""
     monkeypatch.chdir(tmp_path)
 
-    def files():
-        found = filter(pathlib.Path.is_file, tmp_path.rglob("*"))
-        return {path: path.stat().st_mtime_ns for path in found}
-
     def refusal(main, arguments):
-        before = files()
+        before = times(tmp_path)
         try:
             status = main(arguments)
         except SystemExit as stop:
@@ -32,7 +27,7 @@ def refusal(capsys, tmp_path, monkeypatch):
         captured = capsys.readouterr()
         assert (status, captured.out) == (2, "")
         assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-        assert files() == before
+        assert times(tmp_path) == before
         return captured.err
 
     return refusal

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import pathlib
 import re
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from outside import ROOT, loaded
 
 import lsgd_jax as lj
 from lsgd_jax._src.shared import REPAIR
@@ -66,11 +66,7 @@ class Method:
 @functools.cache
 def median_worker():
     """The rule that docs/writing_a_rule.md teaches."""
-    path = pathlib.Path(__file__).parents[1] / "examples/pull_to_the_median_worker.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.median_worker()
+    return loaded(ROOT / "examples/pull_to_the_median_worker.py").median_worker()
 
 
 SGD = optax.sgd(0.1)

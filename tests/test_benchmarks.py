@@ -1,18 +1,15 @@
 """The benchmarks, in their smallest form."""
 
 import importlib
-import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
+from outside import ROOT, python
 
 from train import compare
 from train.task.experiment import make_optimizer
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))  # as for a script
 races = importlib.import_module("races")
 halos = importlib.import_module("halos")
@@ -65,18 +62,9 @@ def test_servers_in_the_world_of_halos_are_as_fast_as_in_its_own_simulator():
 # gpu.py
 
 
+GPU = ROOT / "benchmarks" / "gpu.py"
 QUICK = ["--only", "memory", "models", "processes"]
 REST = ["--only", "workers", "pulls", "processes", "--processes", "2"]
-
-
-def run_gpu(*options):
-    return subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "gpu.py", *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 @pytest.mark.slow
@@ -89,7 +77,7 @@ def run_gpu(*options):
     ids=["quick", "rest"],
 )
 def test_a_gpu_table_on_cpus(options, parts):
-    done = run_gpu("--sizes", "small", *options)
+    done = python(GPU, "--sizes", "small", *options, timeout=600)
     assert done.returncode == 0, done.stderr
     said, _, head, _, *rows = done.stdout.splitlines()
     assert "Backend cpu" in said and "small sizes" in said
@@ -109,6 +97,6 @@ def test_a_gpu_table_on_cpus(options, parts):
 
 @pytest.mark.slow
 def test_full_sizes_need_a_gpu():
-    done = run_gpu()
+    done = python(GPU, timeout=600)
     assert done.returncode == 1 and not done.stdout
     assert "error: no GPU was found, the backend is cpu" in done.stderr

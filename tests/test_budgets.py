@@ -3,7 +3,6 @@
 import ast
 import collections
 import io
-import pathlib
 import sys
 import tokenize
 
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from outside import ROOT
 
 import lsgd_jax as lj
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = "lsgd_jax", "train", "paper", "configs", "benchmarks", "examples"
 
 # `local_sgd(4).update` while it is traced; `optax.adamw` enters 12 functions, 6 deep.

@@ -1,8 +1,6 @@
 """The pages in docs/: programs that run, links that lead somewhere, numbers that hold."""
 
 import collections
-import importlib.util
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,20 +9,18 @@ import types
 import numpy as np
 import optax
 import pytest
+from outside import ROOT, loaded
 
 import lsgd_jax as lj
 from train.process import exit_status
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NAMES = {"lj": lj, "optax": optax}
-SPEC = importlib.util.spec_from_file_location("notebooks", DOCS / "notebooks.py")
-notebooks = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(notebooks)
+notebooks = loaded(DOCS / "notebooks.py")
 
 
 def name_of(page):

@@ -1,27 +1,18 @@
 """The examples do what the documentation says."""
 
-import importlib.util
-import pathlib
-
 import jax
 import numpy as np
 import optax
 import pytest
 from harness import train
+from outside import ROOT, loaded
+from toys import slow
 
 import lsgd_jax as lj
 
 
-ROOT = pathlib.Path(__file__).parents[1]
-FILE = ROOT / "examples" / "pull_to_the_median_worker.py"
-
-
 def load(name):
-    file = ROOT / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "examples" / f"{name}.py")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +53,8 @@ def test_a_nonfinite_worker_is_not_followed(example):
 
 def test_the_page_on_rules_shows_the_rule_of_the_example():
     page = (ROOT / "docs" / "writing_a_rule.md").read_text()
-    rule = FILE.read_text().partition("class MedianState")[2].partition("def main")[0]
+    rule = (ROOT / "examples/pull_to_the_median_worker.py").read_text()
+    rule = rule.partition("class MedianState")[2].partition("def main")[0]
     assert "class MedianState" + rule.rstrip() in page
 
 
@@ -119,8 +111,10 @@ def test_two_levels_pull_inside_nodes_and_across():
     assert [pull.axes for pull in pulls] == [("local",), ("node",)]
 
 
-def test_the_combined_methods_print_what_their_docstring_shows(capsys):
-    example = load("combined_methods")
+# Of the one-bit mean 800 steps; the test below it is the same in small.
+@pytest.mark.parametrize("name", ["combined_methods", slow("one_bit_mean")])
+def test_an_example_prints_what_its_docstring_shows(name, capsys):
+    example = load(name)
     example.main()
     printed = capsys.readouterr().out.splitlines()
     assert [f"    {line}" for line in printed] == example.__doc__.splitlines()[-2:]
@@ -135,14 +129,6 @@ def test_one_bit_per_parameter_learns_and_keeps_workers_equal():
     assert loss < 34.6 / 10  # of the first step
     for leaf in jax.tree.leaves(params):
         np.testing.assert_allclose(leaf - leaf[0][None], 0, atol=1e-6)
-
-
-@pytest.mark.slow  # 800 steps; the test above is the same in small
-def test_the_one_bit_mean_prints_what_its_docstring_shows(capsys):
-    example = load("one_bit_mean")
-    example.main()
-    printed = capsys.readouterr().out.splitlines()
-    assert [f"    {line}" for line in printed] == example.__doc__.splitlines()[-2:]
 
 
 @pytest.mark.parametrize("graph", ["ring", "exponential", "complete"])

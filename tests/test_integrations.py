@@ -7,10 +7,9 @@ framework's own DiLoCo. It raises an error if their parameters differ.
 import importlib.util
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from outside import python
 
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "integrations"
@@ -44,8 +43,7 @@ by_hand = pytest.mark.integrations
 def test_parameters_agree_with_our_own_loop(name, package):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; docs/frameworks.md says how")
-    command = [sys.executable, str(FOLDER / f"{name}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python(FOLDER / f"{name}.py", timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "differs by" in done.stdout
 

@@ -6,9 +6,9 @@ import pathlib
 import re
 
 import pytest
+from outside import ROOT
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 CODE = sorted(
     p for top in ("lsgd_jax", "train", "paper") for p in (ROOT / top).rglob("*.py")
 )

@@ -6,11 +6,9 @@ import sys
 import types
 
 import pytest
+from outside import ROOT
 
 import lsgd_jax as lj
-
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(

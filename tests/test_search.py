@@ -1,13 +1,12 @@
 """The search of the site, asked with the words of the field."""
 
-import pathlib
 import shutil
 import subprocess
 
 import pytest
+from outside import ROOT
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 FIRST = {
     "bf16": "wire_formats",
     "compression": "wire_formats",

@@ -17,7 +17,7 @@ from train.run import loop
 from train.run import open as opening
 from train.task import models
 from train.task.asynchronous import AsynchronousExperiment
-from train.task.experiment import Experiment
+from train.task.experiment import Experiment, Task
 from train.task.models import MODELS
 
 
@@ -118,6 +118,19 @@ def install(network=Tiny, share=False, set=setattr):
             functools.partial(shared, kind=SharedAsynchronousExperiment),
         )
         set(saved_run, "Experiment", shared)
+
+
+def note_traces(set=setattr):
+    """The list of the tasks whose training steps are traced from now on."""
+    seen, step = [], Task.step
+
+    @functools.wraps(step)
+    def noted(self, *arguments, **named):
+        seen.append(self)
+        return step(self, *arguments, **named)
+
+    set(Task, "step", noted)
+    return seen
 
 
 def run_shared(config):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 import random
 import socket
 import subprocess
@@ -15,13 +14,13 @@ import orbax.checkpoint as ocp
 import psutil
 import pytest
 import tiny
+from outside import ROOT
 
 from train.metrics import log as records
 from train.run import cli, loop
 from train.run.open import open_run
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 LIMIT_S = 240
 
 # Four workers on any number of processes; steps of a few milliseconds.

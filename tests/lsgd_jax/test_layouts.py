@@ -79,6 +79,7 @@ def trained(workers, tx, specs=SPECS, step=None):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{sharding} -> {x.sharding}"
 
     jax.tree.map(check, (params, state), before)
+    assert not any(pull.misplaced.any() for pull in lj.diagnostics(state))
     return params, state
 
 
@@ -100,7 +101,6 @@ def test_numbers_are_those_of_unsharded_workers(method, grid):
     expected, whole_state = trained(whole, METHODS[method](), None)
     close(params, expected)
     for mine, other in zip(lj.diagnostics(state), lj.diagnostics(whole_state)):
-        assert int(mine.misplaced.sum()) == 0
         # All leaves are sharded: a device sends its share, and at most a count, a flag and
         # a number for each leaf. Krum's 3 W x W sums are of whole workers.
         per_leaf = 4 * 3 if method in ("grawa", "edit", "radial") else 0
@@ -260,10 +260,8 @@ def test_a_shard_map_of_the_user_may_have_automatic_axes():
 
 def test_training_continues_with_other_workers_and_another_size_inside():
     """Through the host: resize, then put the state with the layout of the parameters."""
-    before, after = (
-        lj.Workers(2, 2, inside={"fsdp": 2}),
-        lj.Workers(2, 1, inside={"fsdp": 4}),
-    )
+    before = lj.Workers(2, 2, inside={"fsdp": 2})
+    after = lj.Workers(2, 1, inside={"fsdp": 4})
     tx = METHODS["lsgd"]()
     params, state = before.fetch(trained(before, tx))
     expected = jax.tree.map(lambda x: x[[0, 2]], params)
@@ -273,8 +271,7 @@ def test_training_continues_with_other_workers_and_another_size_inside():
     jax.tree.map(np.testing.assert_array_equal, after.fetch(params), expected)
     _, batch = network(after)
     params, state, _ = after.map(step_of(tx), donate=(0, 1))(params, state, batch)
-    for pull in lj.diagnostics(state):
-        assert int(pull.misplaced.sum()) == 0
+    assert not any(pull.misplaced.any() for pull in lj.diagnostics(state))
 
 
 # A mesh of the user
@@ -306,11 +303,9 @@ def test_workers_on_a_mesh_of_the_user_compute_the_same(axes, set_mesh):
         return plain(params, state, batch)
 
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
-        params, state = trained(theirs, tx, step=step)
+        params, _ = trained(theirs, tx, step=step)
     close(params, trained(ours, tx)[0], rtol=1e-5)
     assert theirs.mesh == mesh
-    for pull in lj.diagnostics(state):
-        assert int(pull.misplaced.sum()) == 0
 
 
 def test_methods_accept_the_names_of_the_mesh():
@@ -328,12 +323,9 @@ def test_methods_accept_the_names_of_the_mesh():
 
 
 SPREAD = {"w": P(None, "fsdp"), "n": P()}
-EXPLICIT = {
-    "lsgd": lambda: optax.chain(SGD, lj.lsgd(0.3, 0.2, 2, 3)),
+EXPLICIT = {name: METHODS[name] for name in ("lsgd", "sgp", "median")} | {
     "fragments": lambda: optax.chain(SGD, lj.diloco(4, fragments=2, delay=1)),
     "int8": lambda: optax.chain(SGD, lj.diloco(3, wire="int8")),
-    "sgp": lambda: optax.chain(SGD, lj.sgp()),
-    "median": lambda: optax.chain(lj.robust.coordinate_median(), SGD),
 }
 # The axes of the workers on which a method is tested by default.
 QUICKLY = [("median", ONE)]

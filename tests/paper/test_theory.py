@@ -2,15 +2,13 @@
 
 import csv
 import functools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
+from outside import python
 
 from paper import __main__ as paper
 from paper import theory
@@ -153,5 +151,5 @@ def test_a_statement_that_fails_is_status_1(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 def test_every_statement_in_full(tmp_path):
     """In a process of its own, whose programs are optimized, unlike those of tests."""
-    command = [sys.executable, "-m", "paper", "theory", "--seed", "1", "--out", tmp_path]
-    subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": ""}, timeout=600)
+    command = "-m", "paper", "theory", "--seed", "1", "--out", tmp_path
+    python(*command, timeout=600, XLA_FLAGS="").check_returncode()

@@ -1,6 +1,5 @@
 """The example of a loop in several processes is saved, stopped, killed and resumed."""
 
-import importlib.util
 import re
 import signal
 import sys
@@ -8,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from outside import loaded
 from trainers import HEARTBEAT_S, ROOT, Trainers, checkpoints, free_port
 
 import lsgd_jax as lj
@@ -73,9 +73,7 @@ def check_resumed(run, cache, undisturbed, step):
 @pytest.mark.slow  # test_processes.py has runs of several processes
 def test_each_process_trains_its_workers_on_their_own_data(undisturbed):
     """The program computes what one process computes that has the data of all workers."""
-    spec = importlib.util.spec_from_file_location("two_hosts", PROGRAM)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = loaded(PROGRAM)
     workers = lj.Workers(nodes=2, locals=2, devices=jax.devices()[:4])
     state, step = example.start(workers), workers.map(example.train_step)
     for t in range(1, STEPS + 1):

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -60,10 +61,7 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(
     said = refusal(main, ["nothing", "new"])
     assert said == "error: nothing is no run folder: it holds no config.json\n"
     assert "error: run, out must be given" in refusal(main, [])
-
-    def no_space(*_, **__):
-        raise OSError(28, "No space left on device")
-
+    no_space = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("safetensors.numpy.save", no_space)
     assert main([str(run.folder), "new"]) == 1
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"

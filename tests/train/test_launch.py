@@ -6,17 +6,16 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import pytest
+from outside import ROOT, python, until
 
 from train import launch
 from train.process.exit_status import DELIBERATE
 from train.process.messages import NOTHING_LOST
 
 
-ROOT = pathlib.Path(__file__).parents[2]
 HEAD = "import os, pathlib, signal, sys, time\n"
 TELL = f"pathlib.Path(os.environ['{launch.TOLD}']).write_text('[\"again\", \".\"]')\n"
 KILL = "os.kill(os.getpid(), 9)"
@@ -54,7 +53,7 @@ def launched():
 def test_the_launcher_does_not_import_jax():
     """It must survive whatever happens to jax."""
     check = "import sys, train.launch; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
+    python("-c", check).check_returncode()
 
 
 def test_the_processes_get_the_arguments_and_options_to_meet(run):
@@ -159,11 +158,8 @@ def test_ctrl_z_pauses_the_processes_too(program):
     with launched() as launcher:
         pids = launcher.pid, int(launcher.stdout.readline().split()[1])
         launcher.send_signal(signal.SIGTSTP)
-        deadline = time.monotonic() + 20
         try:
-            while [state(pid) for pid in pids] != ["T", "T"]:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: [state(pid) for pid in pids] == ["T", "T"])
         finally:
             launcher.send_signal(signal.SIGCONT)  # one that is stopped would never end
         assert launcher.wait(60) == 0
@@ -188,10 +184,7 @@ def test_no_process_survives_the_launcher(program):
         pid = launcher.stdout.readline().split()[1].decode()
         launcher.kill()
     stat = pathlib.Path(f"/proc/{pid}/stat")
-    deadline = time.monotonic() + 20
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not stat.exists() or state(pid) in "ZX")
 
 
 @pytest.mark.parametrize(

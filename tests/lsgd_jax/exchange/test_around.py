@@ -1,7 +1,6 @@
 """around: the step of a program, with its state in many forms, and a method around it."""
 
 import dataclasses
-import functools
 import typing
 from typing import NamedTuple
 
@@ -12,12 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from harness import mostly_slow
+from harness import close, mostly_slow
 
 import lsgd_jax as lj
 
 
-close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 BASE = optax.sgd(0.1, momentum=0.9)
 LSGD = lj.lsgd(0.3, 0.2, 2, 4, loss_window=1)
 START = {"w": np.array([1.0, -2.0, 0.5], np.float32)}

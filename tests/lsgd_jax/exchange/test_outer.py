@@ -14,6 +14,7 @@ from harness import (
     METHODS,
     after,
     around,
+    close,
     exchanges,
     in_turn,
     mostly_slow,
@@ -26,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 import lsgd_jax as lj
 
 
-close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 PULLS = [name for name, row in METHODS.items() if not (row.first or row.around)]
 # By default one method of each kind: with and without x, in flight, narrow format.
 FAST = "lsgd diloco_streaming sgp+int8".split()

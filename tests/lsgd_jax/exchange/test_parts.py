@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import FACTORIES, exchanged, mostly_slow, needed, train
+from harness import FACTORIES, close, exchanged, mostly_slow, needed, train
 from toys import slow
 
 import lsgd_jax as lj
@@ -134,8 +134,6 @@ def test_gossip_is_as_exact_as_the_parameters(name):
 
 
 # Stacked layers
-
-close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 
 
 def transformer(stacked, layers=12):

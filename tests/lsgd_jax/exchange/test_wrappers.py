@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import FACTORIES, check_found_by_optax, mostly_slow, needed
+from harness import FACTORIES, check_found_by_optax, close, mostly_slow, needed
 from jax import lax
 
 import lsgd_jax as lj
@@ -121,11 +121,7 @@ def test_a_wrapped_method_computes_the_same_on_every_layout(name):
     # On 8, 4, 2, 1 devices: no axis, a part of one, one axis, and both are in a device.
     for devices in (8, 4, 2, 1) if name == "MultiSteps" else (2,):
         params, state = train(wrapped, devices)
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-            params,
-            expected,
-        )
+        close(params, expected)
         # A step that bypasses the exchange moves x without its knowledge.
         passed_by = STEPS // 2 - 1 if name == "conditionally_transform" else 0
         assert misplaced(state) == [[passed_by] * 8]
@@ -250,11 +246,7 @@ def test_schedule_free_behind_allreduce_uses_the_mean_gradient():
     params, state = train(optax.chain(lj.allreduce(), schedule_free(SGD)), devices=1)
     mean = optax.stateless(lambda grads, params: lax.pmean(grads, ("node", "local")))
     expected, _ = train(optax.chain(mean, schedule_free(SGD)), devices=8)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-        params,
-        expected,
-    )
+    close(params, expected)
     assert misplaced(state) == [[0] * 8]
 
 

@@ -1,13 +1,16 @@
 """Emulated devices get enough threads, however they are requested; kernels on CPUs."""
 
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
+from outside import python
 
 import lsgd_jax as lj
+
+
+NAMES = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
+CLEAN = {name: value for name, value in os.environ.items() if name not in NAMES}
 
 
 @pytest.mark.parametrize(
@@ -31,16 +34,8 @@ import lsgd_jax as lj
 )
 @pytest.mark.slow
 def test_every_way_to_request_devices_reserves_threads(code, settings, expected):
-    names = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
-    clean = {name: value for name, value in os.environ.items() if name not in names}
     show = "; import os; print(len(jax.devices()), os.environ.get('PJRT_NPROC', 0))"
-    done = subprocess.run(
-        [sys.executable, "-c", code + show],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=clean | settings | {"JAX_PLATFORMS": "cpu"},
-    )
+    done = python("-c", code + show, env=CLEAN, JAX_PLATFORMS="cpu", **settings)
     assert done.returncode == 0, done.stderr
     devices, threads = map(int, done.stdout.split())
     assert devices == expected
@@ -49,14 +44,8 @@ def test_every_way_to_request_devices_reserves_threads(code, settings, expected)
 
 def test_the_import_changes_no_environment_variable():
     code = "import os; before = dict(os.environ); import lsgd_jax; "
-    names = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
-    clean = {name: value for name, value in os.environ.items() if name not in names}
-    subprocess.run(
-        [sys.executable, "-c", code + "assert dict(os.environ) == before"],
-        check=True,
-        timeout=60,
-        env=clean | {"JAX_NUM_CPU_DEVICES": "4"},
-    )
+    code += "assert dict(os.environ) == before"
+    python("-c", code, env=CLEAN, JAX_NUM_CPU_DEVICES="4").check_returncode()
 
 
 def test_emulating_devices_too_late_is_an_error():

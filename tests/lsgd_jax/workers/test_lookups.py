@@ -2,8 +2,6 @@
 
 import pathlib
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from outside import python
 
 import lsgd_jax as lj
 from lsgd_jax._src.workers.uniform import equations
@@ -100,13 +99,7 @@ def train_with_all_specs():
 @pytest.mark.slow
 def test_workers_of_two_axes_train_a_language_model():
     code = "from test_lookups import *; train_with_all_specs()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=pathlib.Path(__file__).parent,
-    )
+    done = python("-c", code, timeout=300, cwd=pathlib.Path(__file__).parent)
     assert done.returncode == 0, done.stderr[-2000:]
     found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
     assert list(found) == list(SPECS)
@@ -139,7 +132,6 @@ def test_a_table_is_whole_before_a_lookup(kind):
 @pytest.mark.slow
 def test_xla_aborts_on_a_lookup():
     """Once jax has mended it, lsgd_jax/_src/workers/lookups.py can go."""
-    command = [sys.executable, "-c", ABORTS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = python("-c", ABORTS)
     assert done.returncode == -signal.SIGABRT
     assert "Check failed: partition_group_list" in done.stderr

@@ -1,6 +1,7 @@
 """The command: the files that it writes or leaves alone, and wrong usage."""
 
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -55,11 +56,7 @@ def test_a_full_disk_leaves_old_results(tmp_path):
 
 def test_status_of_interrupts_and_full_disks(run, computed, monkeypatch, capsys, tmp_path):
     for error, status in ((KeyboardInterrupt(), 130), (OSError("disk full"), 1)):
-
-        def fail(*args, error=error):
-            raise error
-
-        monkeypatch.setattr(command, "compute_landscape", fail)
+        monkeypatch.setattr(command, "compute_landscape", Mock(side_effect=error))
         assert draw([str(run), "--out", str(tmp_path)]) == status
         assert capsys.readouterr().err.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -25,14 +25,9 @@ def test_leaders_by_the_last_election_or_by_scores():
     scores = np.array([4.0, 1.0, 3.0, 2.0, 9.0, 0.5])  # 2 nodes of 3 workers
     of_node = level(np.array([1, 1, 1, 2, 2, 2]), scores, ("local",))
     of_all = level(np.array([5] * 6), scores, ("node", "local"))
-    assert leaders_of(0, [of_node, of_all], scores, nodes=2) == [
-        ("leader of node 0", 1),
-        ("leader of all", 5),
-    ]
-    assert leaders_of(3, [of_node, of_all], scores, nodes=2) == [
-        ("leader of node 1", 5),
-        ("leader of all", 5),
-    ]
+    both = lambda worker: leaders_of(worker, [of_node, of_all], scores, nodes=2)
+    assert both(0) == [("leader of node 0", 1), ("leader of all", 5)]
+    assert both(3) == [("leader of node 1", 5), ("leader of all", 5)]
     never = level(np.full(6, -1), scores, ("local",))
     assert leaders_of(2, [never], scores, nodes=2) == [("leader of node 0", 1)]
     one = level(np.array([3] * 6), scores, ("local",))

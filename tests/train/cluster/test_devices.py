@@ -1,5 +1,7 @@
 """The devices that a process uses."""
 
+from unittest.mock import Mock
+
 import pytest
 from tiny import SMALL
 
@@ -57,10 +59,7 @@ def test_xla_is_tuned_wherever_steps_are_taken(start, emulated, monkeypatch):
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initial")])
 def test_missing_devices_are_reported_in_one_line(emulated, monkeypatch, error):
-    def fail():
-        raise error
-
-    monkeypatch.setattr("jax.devices", fail)
+    monkeypatch.setattr("jax.devices", Mock(side_effect=error))
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(
         ValueError, match="must name devices .*, got JAX_PLATFORMS=cuda; un"

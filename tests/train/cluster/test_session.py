@@ -6,6 +6,7 @@ import socket
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,9 +67,7 @@ def test_all_processes_detect_a_difference():
 
 
 def test_an_error_of_the_main_process_is_raised_by_all():
-    def fail():
-        raise ValueError("no room")
-
+    fail = Mock(side_effect=ValueError("no room"))
     assert each(2, lambda own: own.of_main(fail)) == ["no room"] * 2
     assert each(2, lambda own: own.of_main(lambda: "made")) == ["made"] * 2
 
@@ -116,10 +115,7 @@ def test_one_of_several_processes_exits_at_once(monkeypatch, capsys, error, stat
 def test_a_command_ends_the_others_as_a_run_does(
     command, works, error, status, line, one_of_two, tmp_path, capsys, monkeypatch
 ):
-    def fail(config, session):
-        raise error
-
-    monkeypatch.setattr(command, works, fail)
+    monkeypatch.setattr(command, works, Mock(side_effect=error))
     more = ["--methods=lsgd", f"--out={tmp_path}"] if command is compare else []
     with pytest.raises(SystemExit) as ended:
         command.main(["digits", *more])

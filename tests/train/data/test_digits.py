@@ -1,6 +1,7 @@
 """The digits of scikit-learn, and their split."""
 
 import importlib.util
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,12 +14,8 @@ def test_the_digits_have_the_documented_split(moved, monkeypatch):
     from sklearn.datasets import load_digits  # takes a second
 
     original = load_digits()
-
-    def missing(path, **_):
-        raise FileNotFoundError(path)
-
     if moved:  # another version of scikit-learn keeps its file elsewhere
-        monkeypatch.setattr(np, "loadtxt", missing)
+        monkeypatch.setattr(np, "loadtxt", Mock(side_effect=FileNotFoundError))
         monkeypatch.setattr("sklearn.datasets.load_digits", lambda: original)
     np.random.seed(5)  # has no effect
     dataset = digits.load()

@@ -4,11 +4,13 @@ import contextlib
 import shutil
 import threading
 import time
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 from images import make_folder
+from outside import until
 
 from train.data import imagenet, stream
 from train.data.arrays import DataError
@@ -94,10 +96,7 @@ def readers():
 def nothing_is_left_running():
     """After each test all readers stop, once a thread has finished its current image."""
     yield
-    deadline = time.monotonic() + 10
-    while readers() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not readers()
+    until(lambda: not readers())
 
 
 # The choice of images
@@ -238,12 +237,8 @@ def test_reading_fails_when_all_files_are_gone(copied, monkeypatch):
 
 
 def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
-    reader = make_stream(folder)
-
-    def no_memory(*_):
-        raise MemoryError("no room for an image")
-
-    monkeypatch.setattr(imagenet, "read", no_memory)
+    reader, full = make_stream(folder), MemoryError("no room for an image")
+    monkeypatch.setattr(imagenet, "read", Mock(side_effect=full))
     with pytest.raises(MemoryError, match="no room for an image"):
         take(reader, 0, 1)
 
@@ -256,9 +251,7 @@ def test_reading_ahead_is_bounded(folder, read):
     read.clear()
 
     def check(expected):
-        deadline = time.monotonic() + 10
-        while len(read) < expected and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(read) >= expected)
         time.sleep(0.3)  # in which no more images are read
         assert len(read) == expected
 

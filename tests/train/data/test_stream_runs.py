@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import threading
 
@@ -23,7 +22,6 @@ from train.metrics import log
 from train.metrics.progress import Progress
 from train.run.loop import train
 from train.run.open import open_run
-from train.task.experiment import Task
 
 
 SIZE = 16
@@ -70,16 +68,9 @@ def quick(monkeypatch):
 def finished(folder, tmp_path_factory):
     """A finished run with reestimated batch statistics: (run, result)."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    traces, step = [], Task.step
-
-    @functools.wraps(step)
-    def counted(*args, **named):
-        traces.append(1)
-        return step(*args, **named)
-
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(set=patch.setattr)
-        patch.setattr(Task, "step", counted)
+        traces = tiny.note_traces(patch.setattr)
         run = open_run(small(folder, run_dir, model="digits-bn"))
         result = train(run)
     assert len(traces) == 1

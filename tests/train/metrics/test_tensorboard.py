@@ -3,6 +3,7 @@
 import errno
 import os
 import struct
+from unittest.mock import Mock
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -69,9 +70,7 @@ def test_buffered_events_are_written_after_a_while(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_does_not_block_and_later_events_are_written(tmp_path, monkeypatch):
-    def full(self, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     writer = TensorBoard(tmp_path)
     writer.write(event(1, a=1.0))
     with monkeypatch.context() as patch:

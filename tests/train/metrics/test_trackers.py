@@ -4,6 +4,7 @@ import resource
 import shutil
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -79,12 +80,9 @@ def test_a_run_keeps_its_id_and_sends_no_step_twice(wandb, tmp_path, monkeypatch
 
 
 def test_an_error_of_weights_and_biases_stops_nothing(wandb, tmp_path, monkeypatch, capsys):
-    def fails(sent):
-        raise RuntimeError("no network\nat all")
-
     tiny.install(share=True, set=monkeypatch.setattr)
     made = wandb.init()
-    made.log = fails
+    made.log = Mock(side_effect=RuntimeError("no network\nat all"))
     assert main([*COMMAND, str(tmp_path / "run")]) == 0
     said = "warning: nothing is sent to Weights & Biases any more: no network at all\n"
     printed = capsys.readouterr().out

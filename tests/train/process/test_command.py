@@ -1,16 +1,14 @@
 """Commands whose output streams are full, closed or cut off."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from outside import ROOT, python
 
 from train.process import command
 
-
-ROOT = pathlib.Path(__file__).parents[3]
 
 # Prints more than the reader of a pipe accepts, then does its work.
 SCRIPT = """
@@ -42,13 +40,6 @@ def run(folder, redirected, leaves_files=True):
         text=True,
         timeout=60,
     )
-
-
-def python(*arguments, **variables):
-    """Runs Python with more environment variables; returns the completed process."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,12 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from outside import python
 
 from train.process import compilation_cache
 
-
-ROOT = pathlib.Path(__file__).parents[3]
 
 # Compiles a program; prints its result and the number of cache hits.
 SCRIPT = """
@@ -33,12 +29,9 @@ print(json.dumps({"result": round(result, 3), "hits": hits, "size": size}))
 def run(tmp_path, **variables):
     """Runs the script in a new process; returns (what it prints, its errors)."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    kept |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
-    kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    kept |= {"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=kept, capture_output=True, text=True, timeout=60
-    )
+    kept |= {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    kept |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ended = python("-c", SCRIPT, env=kept, **variables)
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
     assert said.pop("result") == 1.683
@@ -78,10 +71,8 @@ def test_an_unusable_folder_causes_one_warning(tmp_path):
 
 def test_the_users_own_folder_has_no_size_limit(tmp_path):
     mine = tmp_path / "mine"
-    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR="~/mine") == (
-        {"hits": 0, "size": -1},
-        "",
-    )
+    ended = run(tmp_path, JAX_COMPILATION_CACHE_DIR="~/mine")
+    assert ended == ({"hits": 0, "size": -1}, "")
     assert len(kept_in(mine)) == 1 and not (tmp_path / "cache").exists()
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from outside import python
 
 from train.cluster import rendezvous
 from train.cluster.session import Session
@@ -83,9 +84,8 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 runpy.run_module("train", run_name="__main__", alter_sys=True)
 """
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=120)
-    line = b"interrupted before training began; nothing was lost\n"
+    ended = python("-c", program)
+    line = "interrupted before training began; nothing was lost\n"
     assert (ended.returncode, ended.stderr) == (130, line)
 
 

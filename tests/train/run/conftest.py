@@ -1,7 +1,6 @@
 """A finished run, shared by the tests of runs."""
 
 import dataclasses
-import functools
 import shutil
 
 import pytest
@@ -9,23 +8,14 @@ import tiny
 
 from train.run.loop import train
 from train.run.open import open_run
-from train.task.experiment import Task
 
 
 @pytest.fixture(scope="package")
 def traces():
-    """Tasks of traced training steps. A compilation traces the step twice."""
-    seen, step = [], Task.step
-
-    @functools.wraps(step)
-    def counted(self, *arguments, **named):
-        seen.append(self)
-        return step(self, *arguments, **named)
-
+    """Tasks of traced training steps."""
     tiny.Shared.of.cache_clear()  # other packages may have compiled these experiments
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Task, "step", counted)
-        yield seen
+        yield tiny.note_traces(patch.setattr)
 
 
 @pytest.fixture(scope="package")

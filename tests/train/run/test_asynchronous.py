@@ -4,6 +4,7 @@ import dataclasses
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -160,9 +161,7 @@ def test_nonfinite_losses_stop_the_run(ran, capsys):
 
 
 def test_a_failure_of_the_engine_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
-    def fails(*_, **__):
-        raise RuntimeError("worker 1 was lost 4 times in a row")
-
+    fails = Mock(side_effect=RuntimeError("worker 1 was lost 4 times in a row"))
     simulated_engine.install(monkeypatch.setattr)
     monkeypatch.setattr(asynchronous.engine(), "run", fails)
     changes = ASYNCHRONOUS | {"run_dir": str(tmp_path / "run")}

@@ -4,12 +4,13 @@ import gc
 import re
 import resource
 import threading
-import time
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from outside import times, until
 
 from train.cluster.session import Session
 from train.run import checkpoints as module
@@ -56,10 +57,6 @@ def assert_restored(checkpoint, step):
     assert isinstance(restored["x"], jax.Array)
     assert isinstance(restored["host"], np.ndarray) and (restored["host"] == step).all()
     assert (restored["key"] == expected["key"]).all()
-
-
-def files(folder):
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_latest_ones_are_kept_and_restored(opened, folder, warnings):
@@ -215,13 +212,13 @@ def test_a_checkpoint_of_another_state_is_refused_and_left_alone(
     changes, difference, opened, tmp_path, warnings
 ):
     save(opened(), 2, 4)
-    before = files(tmp_path)
+    before = times(tmp_path)
     again = opened()
     message = f"the checkpoint of step 4 is of another training state: {difference}"
     with pytest.raises(ValueError, match=message):
         again.restore_latest(lambda notes: state(0) | changes)
     again.close()
-    assert files(tmp_path) == before and warnings == []
+    assert times(tmp_path) == before and warnings == []
 
 
 @pytest.mark.parametrize(
@@ -239,16 +236,12 @@ def test_an_undamaged_checkpoint_that_fails_to_restore_is_not_moved(
 ):
     """The second error means that another process was lost."""
     save(opened(), 2)
-    before, again = files(tmp_path), opened()
-
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(module.ocp.Checkpointer, "restore", fail)
+    before, again = times(tmp_path), opened()
+    monkeypatch.setattr(module.ocp.Checkpointer, "restore", Mock(side_effect=error))
     with pytest.raises(ValueError, match=message):
         again.restore_latest(lambda notes: state(0))
     again.close()
-    assert files(tmp_path) == before and warnings == []
+    assert times(tmp_path) == before and warnings == []
 
 
 def test_a_partial_checkpoint_of_a_killed_run_is_removed(opened, folder):
@@ -266,11 +259,8 @@ def alive():
 
 
 def have_ended(but):
-    """Waits for these threads to end, except some. Returns whether they did."""
-    deadline = time.monotonic() + 5
-    while not alive() <= but and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
+    """Whether these threads have ended, except some."""
+    gc.collect()
     return alive() <= but
 
 
@@ -285,7 +275,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_no_thread(
     for step in (2, 4):
         assert not checkpoints.save(step, state(step), {})
     assert checkpoints.close() and steps_in(folder) == []
-    assert have_ended(but=before)
+    until(lambda: have_ended(but=before))
     assert len(warnings) == 2
     assert warnings[1].startswith("the checkpoint of step 4 was not written: [Errno ")
     gc.collect()
@@ -314,7 +304,8 @@ def test_a_disk_that_becomes_full_while_writing(opened, folder, warnings):
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
     assert checkpoints.best().step == 1
     assert saved(checkpoints, 4, 6.0, lambda step: large) and checkpoints.close()
-    assert steps_in(folder) == [1, 4] and have_ended(but=before)
+    assert steps_in(folder) == [1, 4]
+    until(lambda: have_ended(but=before))
 
 
 def test_a_missing_checkpoint_folder_is_created_again(opened, folder, tmp_path):

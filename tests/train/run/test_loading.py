@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import shutil
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -96,10 +97,7 @@ def test_a_run_on_images_cannot_be_sampled(finished, refusal):
 
 def test_without_data_workers_are_saved_and_the_center_is_not(opened, monkeypatch):
     """Data that fail end a run, and the center's batch statistics need data."""
-
-    def fails(*_):
-        raise DataError("no image can be read any more")
-
+    fails = Mock(side_effect=DataError("no image can be read any more"))
     run = opened(model="digits-bn")
     with monkeypatch.context() as patch:
         patch.setattr(type(run.experiment), "reestimated", fails)

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from outside import ROOT, until
 
 from train.__main__ import main
 from train.cluster.session import Session
@@ -18,7 +19,6 @@ from train.run import lock, open
 from train.run.lock import LOCK, OWNER, RunLock
 
 
-ROOT = pathlib.Path(__file__).parents[3]
 LEASE_S, RENEWAL_S = 1.0, 0.1
 
 # Holds the folder it is given until it is killed.
@@ -42,12 +42,9 @@ def short(monkeypatch):
 @contextlib.contextmanager
 def holder(folder):
     """Another process that holds a folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-    )
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
     try:
         assert process.stdout.readline() == "held\n"
         yield process
@@ -76,13 +73,6 @@ def hold_elsewhere(folder):
     (scratch / LOCK).write_text("".join(changed))
     (scratch / LOCK).replace(folder / LOCK)
     shutil.rmtree(scratch)
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_second_process_is_refused_and_changes_nothing(copied, capsys):

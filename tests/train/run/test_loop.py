@@ -7,13 +7,12 @@ import re
 import signal
 from types import SimpleNamespace
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from harness import exchanges
+from harness import close, exchanges
 
 from train.config import WorkersConfig, methods
 from train.metrics import log
@@ -106,9 +105,7 @@ def test_a_program_for_each_phase_computes_the_same(finished, opened):
     expected, _ = finished
     run = opened(static_phases=True)
     train(run)
-    chex.assert_trees_all_close(
-        run.state.params, expected.state.params, rtol=1e-5, atol=1e-6
-    )
+    close(run.state.params, expected.state.params)
     arguments = run.experiment.init(), run.experiment.data, run.experiment.batch(0)
     for step, sent in ((1, False), (2, True)):
         lowered = run.experiment.step.lower(*arguments, phase=run.experiment.phase(step))

@@ -6,12 +6,14 @@ import json
 import pathlib
 import re
 import shutil
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 import tiny
 from landscapes import draw as landscape
+from outside import times
 
 from train import compare, launch
 from train.__main__ import main
@@ -126,10 +128,10 @@ def test_an_open_run_tells_the_launcher_how_to_resume_it(opened, tmp_path, monke
 
 def test_a_folder_that_exists_is_never_overwritten(finished):
     _, result = finished
-    before = {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
+    before = times(result.folder)
     with pytest.raises(ValueError, match="must be a new folder, .* exists; add --resume"):
         open_run(dataclasses.replace(tiny.SMALL, run_dir=str(result.folder)))
-    assert before == {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
+    assert before == times(result.folder)
 
 
 def test_a_run_survives_a_full_standard_output_and_records_it(opened, monkeypatch):
@@ -174,10 +176,7 @@ def test_a_refused_configuration_leaves_no_folder(opened, tmp_path, changes, mes
 
 
 def test_no_event_is_written_to_a_folder_taken_over_by_another_run(opened, monkeypatch):
-    def exits(lock):
-        raise SystemExit
-
-    monkeypatch.setattr(RunLock, "check", exits)
+    monkeypatch.setattr(RunLock, "check", Mock(side_effect=SystemExit))
     run = opened()
     with pytest.raises(SystemExit):
         run.write("train", loss=1.0)

@@ -1,11 +1,9 @@
 """The figures of a run."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
+from outside import python
 
 from train.metrics import drawing
 from train.plots import main as draw_plots
@@ -66,10 +64,9 @@ def test_figures_show_each_step_and_both_sides_of_an_exchange(tmp_path, monkeypa
 
 def test_an_unwritable_home_causes_no_warning_of_matplotlib(tmp_path):
     def errors(imports):
-        command = [sys.executable, "-c", f"import {imports}; matplotlib.get_cachedir()"]
+        code = f"import {imports}; matplotlib.get_cachedir()"
         home = {"HOME": "/proc/none", "MPLCONFIGDIR": "", "TMPDIR": str(tmp_path)}
-        options = dict(env=os.environ | home, capture_output=True, text=True, check=True)
-        return subprocess.run(command, **options).stderr
+        return python("-c", code, **home).stderr
 
     assert "temporary cache directory" in errors("matplotlib")
     assert errors("train, matplotlib") == ""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from harness import mostly_slow
+from outside import times
 
 import lsgd_jax as lj
 from train.cluster.session import Session
@@ -218,10 +219,6 @@ def test_a_method_resumes_with_more_workers_and_with_fewer(name, tmp_path):
         assert typed(restored.state) == typed(new.fresh)
 
 
-def files(folder):
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
 def typed(tree):
     """The structure, types and shardings that a compiled function requires."""
     leaves, structure = jax.tree.flatten(tree)
@@ -242,10 +239,10 @@ def test_messages_in_flight_refuse_other_workers_and_change_no_file(tmp_path):
     method = methods.make("osgp", staleness=2)
     four, two = (Toy(method, nodes, 2) for nodes in (2, 1))
     four.save(tmp_path, four.fresh, [0.0, 1.0, 2.0, 3.0])
-    before = files(tmp_path)
+    before = times(tmp_path)
     message = "1 x 2 workers cannot resume from 2 x 2: the workers must stay the same "
     message += r"while messages .* \(`staleness` above 1\)"
     with pytest.raises(ValueError, match=message):
         two.restore(tmp_path)
-    assert files(tmp_path) == before
+    assert times(tmp_path) == before
     assert four.restore(tmp_path).resizing is None

@@ -1,17 +1,15 @@
 """Methods of the user: --method MODULE:FUNCTION, from the command line to a trained run."""
 
 import json
-import os
-import pathlib
 import pickle
 import re
-import subprocess
 import sys
 
 import jax.numpy as jnp
 import optax
 import pytest
 import tiny
+from outside import ROOT, python
 
 import lsgd_jax as lj
 import train
@@ -22,7 +20,6 @@ from train.metrics import log as records
 from train.run import cli
 
 
-ROOT = pathlib.Path(__file__).parents[3]
 MINE = '''
 from __future__ import annotations
 
@@ -256,11 +253,8 @@ def test_options_of_the_method_may_stand_before_the_experiment():
 
 @pytest.mark.slow
 def test_python_m_train_finds_a_module_in_the_current_folder(tmp_path):
-    command = [sys.executable, "-m", "train", "digits", "--method", "mine:pulled", "--help"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
+    command = "-m train digits --method mine:pulled --help"
+    ended = python(*command.split(), cwd=tmp_path)
     assert ended.returncode == 0 and "--method.strength FLOAT" in ended.stdout, ended.stderr
 
 

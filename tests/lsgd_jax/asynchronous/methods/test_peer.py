@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
+from outside import until
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.engine.contents import buffered, on_host
@@ -219,7 +220,5 @@ def test_programs_on_ray_come_crash_and_come_back(on_ray, tmp_path, method):
         for program in programs:
             program.kill()
             program.communicate()
-    until = time.monotonic() + 30
-    while [x for x in ray.util.list_named_actors(True) if x["namespace"] == "lsgd"]:
-        assert time.monotonic() < until, "a program has left an actor behind"
-        time.sleep(0.2)
+    left = lambda: [x["namespace"] for x in ray.util.list_named_actors(True)]
+    until(lambda: "lsgd" not in left())
