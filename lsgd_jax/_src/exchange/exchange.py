@@ -28,15 +28,10 @@ from lsgd_jax._src.trees import Tree
 NO_PARAMS = "an exchange needs the parameters: call `tx.update(grads, state, params, ...)`"
 
 
-class Exchange(ByValue, optax.GradientTransformationExtraArgs):
-    """The transformation that `exchange` returns.
-
-    It keeps its pulls, so that exchanges compose, and its `check`. Equal calls make equal
-    exchanges, and an exchange pickles as the call that made it.
-    """
+class InPhases(ByValue):
+    """A method that pulls: what it does at each step is known before the step is traced."""
 
     pulls: Pulls = Pulls()
-    check: Check = "due"
 
     def phase(self, step: int, sizes: Sizes | None = None) -> Phase:
         """Returns what the pulls do at this step, counted from 1; for host loops.
@@ -60,6 +55,16 @@ class Exchange(ByValue, optax.GradientTransformationExtraArgs):
     def is_due(self, step: int) -> bool:
         """Whether a pull does anything at this step, counted from 1; for host loops."""
         return self.phase(step) != QUIET
+
+
+class Exchange(InPhases, optax.GradientTransformationExtraArgs):
+    """The transformation that `exchange` returns.
+
+    It keeps its pulls, so that exchanges compose, and its `check`. Equal calls make equal
+    exchanges, and an exchange pickles as the call that made it.
+    """
+
+    check: Check = "due"
 
 
 @by_value

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from lsgd_jax._src import layouts, trees
-from lsgd_jax._src.by_value import ByValue, by_value
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import exchange as lock_step
 from lsgd_jax._src.exchange import kernel
-from lsgd_jax._src.exchange.exchange import Exchange
-from lsgd_jax._src.exchange.phases import Phase, Plan, Sizes
+from lsgd_jax._src.exchange.exchange import Exchange, InPhases
+from lsgd_jax._src.exchange.phases import Phase, Plan
 from lsgd_jax._src.exchange.replicas import Rows
 from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.exchange.step import ExchangeState, Step
@@ -40,24 +40,25 @@ class OuterState(NamedTuple):
     before: Tree | tuple[()]
 
 
-class Outer(ByValue):
+class Outer(InPhases):
     """A method around a training step; `outer` returns it.
 
     Attributes:
       method: the method that pulls.
+      pulls: its pulls.
       specs: how parameters lie on the mesh axes inside a worker, or None.
       remembers: whether the state has a copy of the parameters, `OuterState.before`.
     """
 
     def __init__(self, method: Exchange, specs: Specs = None):
-        self.method, self.specs = method, specs
+        self.method, self.pulls, self.specs = method, method.pulls, specs
         self.remembers = method.check == "every_step" or any(
-            pull.rule.reads_x for pull in method.pulls
+            pull.rule.reads_x for pull in self.pulls
         )
 
     def __repr__(self) -> str:
-        rules = ", ".join(f"every {pull.every}" for pull in self.method.pulls)
-        return f"outer({len(self.method.pulls)} pulls: {rules})"
+        rules = ", ".join(f"every {pull.every}" for pull in self.pulls)
+        return f"outer({len(self.pulls)} pulls: {rules})"
 
     @with_automatic_axes
     def init(self, params: Tree) -> OuterState:
@@ -108,31 +109,19 @@ class Outer(ByValue):
             `init`; no loss for a method that needs it.
         """
         params, loss = trees.arrays(params), lock_step.loss_of(value, loss)
-        extras = lock_step.extras_of(self.method.pulls, params, grad)
-        plan = Plan.of(self.method.pulls, due, phase)
+        extras = lock_step.extras_of(self.pulls, params, grad)
+        plan = Plan.of(self.pulls, due, phase)
         run = self._from_before if self.remembers else self._from_here
         with lock_step.naming_the_state(state, lambda: self.init(params)):
             after = functools.partial(run, plan=plan)
             return self._of_one_worker(after, params, state, loss, extras)
-
-    def phase(self, step: int, sizes: Sizes | None = None) -> Phase:
-        """Returns what the pulls do at this step, counted from 1; see `Exchange.phase`."""
-        return self.method.phase(step, sizes)
-
-    def phases(self, sizes: Sizes | None = None) -> tuple[Phase, ...]:
-        """Returns all phases from the second step on."""
-        return self.method.phases(sizes)
-
-    def is_due(self, step: int) -> bool:
-        """Whether a pull does anything at this step, counted from 1; for host loops."""
-        return self.method.is_due(step)
 
     def _of_one_worker(self, fn: Callable[..., Tree], params: Tree, *args: Any) -> Tree:
         """fn(params, *args); under a `jax.vmap` over replicas as on `Workers`."""
         known = layouts.TYPED.get()
         if self.specs is None and known is None:
             return fn(params, *args)
-        axes = [axis for pull in self.method.pulls for axis in Group(pull.rule.axes).axes]
+        axes = [axis for pull in self.pulls for axis in Group(pull.rule.axes).axes]
         rows = Rows.of(axes, self.specs)
         if rows is None:
             return fn(params, *args)
@@ -149,7 +138,7 @@ class Outer(ByValue):
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         # From here on the kernel cannot tell that the step was not one of optax.
         u = jax.tree.map(gap, x, y)
-        at = Step(self.method.pulls, before, plan)
+        at = Step(self.pulls, before, plan)
         states = at.depart(y, before.pulls, loss)
         stepped, states, counts, is_finite = kernel.local(
             at.pulls,
@@ -173,7 +162,7 @@ class Outer(ByValue):
     ) -> Any:
         """With y alone, the rules' own steps start from x = y and u = 0."""
         before, y = state.exchange, trees.floats(params)
-        at = Step(self.method.pulls, before, plan)
+        at = Step(self.pulls, before, plan)
         states, still = at.depart(y, before.pulls, loss), trees.zeros(y)
         u, states, counts = kernel.step_rules(
             at.pulls, y, still, loss, states, at.t, extras

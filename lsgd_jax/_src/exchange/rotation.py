@@ -69,13 +69,14 @@ class Rotation(Pull):
         alike = lambda i: [isinstance(run, Run) and run.at(i) for run in first]
         if not all(cut(i) == alike(i) for i in range(count)):
             return False
-        whole = jax.tree.leaves(jax.eval_shape(self._together, params))
+        whole = jax.tree.leaves(self.like(params, fragment=None))
         each = zip(whole, one := jax.tree.leaves(self.like(params)))
         return len(whole) == len(one) and all(_holds(x, y, count) for x, y in each)
 
     def init(self, params: Tree) -> PullStates:
         """Returns the states before the first step."""
-        leaves, treedef = jax.tree.flatten(PullStates(*self._together(params)))
+        together = kernel.init(self.pull(None), params)
+        leaves, treedef = jax.tree.flatten(PullStates(*together))
         count = self.part.count
 
         def held(x: Array, one: Any) -> Array:
@@ -84,13 +85,9 @@ class Rotation(Pull):
         states = treedef.unflatten(map(held, leaves, jax.tree.leaves(self.like(params))))
         return states._replace(traffic=states.traffic.of(self.every, self.sends_at))
 
-    def like(self, params: Tree) -> PullState:
-        """The shapes of the state of one fragment."""
-        return jax.eval_shape(lambda x: kernel.init(self.pull(0), x), params)
-
-    def _together(self, params: Tree) -> PullState:
-        """The state of one pull of all fragments together."""
-        return kernel.init(self.pull(None), params)
+    def like(self, params: Tree, fragment: int | None = 0) -> PullState:
+        """The shapes of the state of one fragment, or of all of them together (None)."""
+        return jax.eval_shape(lambda x: kernel.init(self.pull(fragment), x), params)
 
 
 class InTurn(NamedTuple):
