@@ -93,11 +93,14 @@ def test_candidates_for_given_values(options, method, expected, planned, monkeyp
 )
 def test_candidates_for_measured_values(inside, everywhere, expected, planned, monkeypatch):
     tiny.install(tiny.Wide, set=monkeypatch.setattr)
-    pulls = {("local",): {("leader", "float32"): inside}}
-    of_all = {("leader", "float32"): everywhere, ("mean", "float32"): 0.409}
+    pulls = {("local",): {("leader", "float32"): (0.001, inside)}}
+    of_all = {
+        ("leader", "float32"): (0.001, everywhere),
+        ("mean", "float32"): (0.001, 0.409),
+    }
     seconds = lambda *given: pulls.get(given[2], of_all)
     monkeypatch.setattr(measurement, "pull_seconds", seconds)
-    # Three exchanges, each of the parameters and of one number, and a step.
+    # Three exchanges, each of the parameters and of a few numbers, and a step.
     times = iter(2 * [0.4, 0.1, 0.3, 0.2, 0.5, 0.001, 0.1])
     monkeypatch.setattr(measurement, "_median", lambda *_: next(times))
     monkeypatch.setattr(measurement, "STEPS", 1)

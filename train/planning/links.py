@@ -23,27 +23,33 @@ class Link(NamedTuple):
     Attributes:
       network: its bandwidth and its latency between two workers.
       workers: number of workers in the group.
-      measured: seconds of whole pulls, including encoding and decoding, by kind ('leader'
-        or 'mean') and wire format. Times that were not measured are computed.
+      measured: seconds of pulls of nothing and of all parameters, including encoding and
+        decoding, by kind ('leader' or 'mean') and wire format. Times that were not
+        measured are computed.
     """
 
     network: lj.asynchronous.Network
     workers: int
-    measured: Mapping[tuple[str, str], float] = {}
+    measured: Mapping[tuple[str, str], tuple[float, float]] = {}
 
     @classmethod
     def of(cls, mbit: float, latency_ms: float, workers: int) -> "Link":
         """The link of workers whose network has this bandwidth and latency."""
         return cls(lj.asynchronous.Network(mbit * 1e6 / 8, latency_ms / 1e3), workers)
 
-    def seconds(self, kind: str, parameters: float, wire: str = "float32") -> float:
+    def seconds(
+        self, kind: str, parameters: float, wire: str = "float32", fragments: int = 1
+    ) -> float:
         """Seconds of a pull towards a leader, including the election, or towards a mean.
 
         Both are sums over all workers. A mean in few bits takes two rounds of messages
-        among more than two workers. Sparse messages are gathered.
+        among more than two workers. Sparse messages are gathered. A fragment has as many
+        messages as all parameters.
         """
         if (kind, wire) in self.measured:
-            return self.measured[kind, wire]
+            nothing, whole = self.measured[kind, wire]
+            return nothing + max(0.0, whole - nothing) / fragments
+        parameters /= fragments
         if wire == "sparse":
             return self._gathered(parameters, wire)
         sizes = [parameters * each for each in WIRES[wire] if each]

@@ -22,6 +22,7 @@ from train.task.experiment import Experiment
 
 
 STEPS, BLOCKS, EXCHANGES = 8, 3, 12  # numbers of measurements
+FEW = 100  # floats of a message that costs only its latency; gloo sends fewer in other ways
 
 
 def measure(config: Config, session: Session) -> Setting:
@@ -125,7 +126,7 @@ def measure_link(
 ) -> Link:
     """Measures exchanges in the groups of `count` workers along some mesh axes."""
     take = workers.map(lambda tree: lj.rules.Group(axes).broadcast(tree, jnp.int32(0)))
-    nothing = workers.replicate(jnp.zeros(1))
+    nothing = workers.replicate(jnp.zeros(FEW))
     seconds = _median(lambda: take(params), EXCHANGES)
     latency = min(_median(lambda: take(nothing), EXCHANGES), 0.99 * seconds)
     pulls = {} if axes == ("node",) else pull_seconds(workers, params, axes)
@@ -139,26 +140,31 @@ def _bytes(params: Any) -> int:
 
 def pull_seconds(
     workers: lj.Workers, params: Any, axes: tuple[str, ...]
-) -> dict[tuple[str, str], float]:
-    """Measures whole pulls inside a node or among all workers, by kind and wire format."""
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Measures pulls inside a node or among all workers, see `Link.measured`."""
     inner, outer = (0.1, 0.0) if axes == ("local",) else (0.0, 0.1)
-    found: dict[tuple[str, str], float] = {}
+    nothing = workers.replicate(jnp.zeros(FEW))
+    found: dict[tuple[str, str], tuple[float, float]] = {}
     for wire in WIRES:
         pulls = {
             "leader": lj.lsgd(inner, outer, 1, 1, wire=wire),
             "mean": lj.diloco(1, axes=axes, wire=wire),
         }
         for kind, tx in pulls.items():
-
-            def step(params, state, tx=tx):
-                no_move = jax.tree.map(jnp.zeros_like, params)
-                updates, state = tx.update(no_move, state, params, value=jnp.float32(0))
-                return lj.apply_updates(params, updates), state
-
-            state = workers.map(tx.init)(params)
-            once = functools.partial(workers.map(step), params, state)
-            found[kind, wire] = _median(once, EXCHANGES // 2)
+            found[kind, wire] = _pull(workers, tx, nothing), _pull(workers, tx, params)
     return found
+
+
+def _pull(workers: lj.Workers, tx: lj.Exchange, params: Any) -> float:
+    """Seconds of a step in which all workers pull and nothing else."""
+
+    def step(params, state):
+        no_move = jax.tree.map(jnp.zeros_like, params)
+        updates, state = tx.update(no_move, state, params, value=jnp.float32(0))
+        return lj.apply_updates(params, updates), state
+
+    once = functools.partial(workers.map(step), params, workers.map(tx.init)(params))
+    return _median(once, EXCHANGES // 2)
 
 
 def _step(experiment: Experiment, state: Any) -> float:

@@ -166,7 +166,7 @@ class Setting:
         kind = "leader" if method.name == "lsgd" else "mean"
         exchanges, sent, peak = [], 0.0, 0.0
         for link, period in uses:
-            each = self._seconds(link, kind, method)
+            each = link.seconds(kind, self.parameters, method.wire, method.fragments)
             exchanges.append((each, period // method.fragments))
             whole = link.sent(self.parameters, method.wire)
             sent, peak = sent + whole / period, max(peak, whole / method.fragments)
@@ -197,12 +197,6 @@ class Setting:
         near, network = self.links.get(INSIDE, self.widest).network, self.widest.network
         inside = near.bandwidth, near.latency
         return lj.asynchronous.Network(network.bandwidth, network.latency, *inside)
-
-    def _seconds(self, link: Link, kind: str, method: Method) -> float:
-        """Seconds of an exchange of a fragment. Each has its own latencies."""
-        whole = link.seconds(kind, self.parameters, method.wire)
-        nothing = min(whole, link._replace(measured={}).seconds(kind, 0.0, method.wire))
-        return nothing + (whole - nothing) / method.fragments
 
 
 def _timed(found: Candidate) -> list[engine.Exchange]:
