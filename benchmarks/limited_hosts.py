@@ -115,6 +115,7 @@ def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
             (folder / "hosts").write_text(own)
         yield hosts
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one leaves no hosts behind
         for name, folder in zip(hosts.names, folders):
             _ip("netns", "del", name, check=False)
             shutil.rmtree(folder, ignore_errors=True)
