@@ -211,7 +211,8 @@ class Mailbox:
 
     def count(self, content: Any) -> Any:
         """Counts the bytes of a content as sent; returns it."""
-        self.bytes_sent += nbytes(content)
+        with self._lock:  # peers are served in threads
+            self.bytes_sent += nbytes(content)
         return content
 
     def _tell(self, key: Hashable | None) -> None:
