@@ -1,4 +1,8 @@
-"""Traffic counters of a pull, exact and part of its state."""
+"""Traffic counters of a pull, exact and part of its state.
+
+The step count does not give them: a run may resume with another period, another wire format
+or another number of workers.
+"""
 
 from typing import Any, NamedTuple
 
