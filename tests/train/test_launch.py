@@ -159,7 +159,7 @@ def test_ctrl_z_pauses_the_processes_too(program):
         pids = launcher.pid, int(launcher.stdout.readline().split()[1])
         launcher.send_signal(signal.SIGTSTP)
         try:
-            until(lambda: [state(pid) for pid in pids] == ["T", "T"])
+            until(lambda: [state(pid) for pid in pids] == ["T", "T"], seconds=20)
         finally:
             launcher.send_signal(signal.SIGCONT)  # one that is stopped would never end
         assert launcher.wait(60) == 0
@@ -184,7 +184,7 @@ def test_no_process_survives_the_launcher(program):
         pid = launcher.stdout.readline().split()[1].decode()
         launcher.kill()
     stat = pathlib.Path(f"/proc/{pid}/stat")
-    until(lambda: not stat.exists() or state(pid) in "ZX")
+    until(lambda: not stat.exists() or state(pid) in "ZX", seconds=20)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ class Link(NamedTuple):
     Attributes:
       network: its bandwidth and its latency between two workers.
       workers: number of workers in the group.
-      measured: seconds of pulls of nothing and of all parameters, including encoding and
-        decoding, by kind ('leader' or 'mean') and wire format. Times that were not
-        measured are computed.
+      measured: seconds of pulls of a few numbers and of all parameters, including
+        encoding and decoding, by kind ('leader' or 'mean') and wire format. Times that
+        were not measured are computed.
     """
 
     network: lj.asynchronous.Network
@@ -47,8 +47,8 @@ class Link(NamedTuple):
         messages as all parameters.
         """
         if (kind, wire) in self.measured:
-            nothing, whole = self.measured[kind, wire]
-            return nothing + max(0.0, whole - nothing) / fragments
+            few, whole = self.measured[kind, wire]
+            return few + max(0.0, whole - few) / fragments
         parameters /= fragments
         if wire == "sparse":
             return self._gathered(parameters, wire)

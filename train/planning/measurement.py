@@ -126,9 +126,9 @@ def measure_link(
 ) -> Link:
     """Measures exchanges in the groups of `count` workers along some mesh axes."""
     take = workers.map(lambda tree: lj.rules.Group(axes).broadcast(tree, jnp.int32(0)))
-    nothing = workers.replicate(jnp.zeros(FEW))
+    few = workers.replicate(jnp.zeros(FEW))
     seconds = _median(lambda: take(params), EXCHANGES)
-    latency = min(_median(lambda: take(nothing), EXCHANGES), 0.99 * seconds)
+    latency = min(_median(lambda: take(few), EXCHANGES), 0.99 * seconds)
     pulls = {} if axes == ("node",) else pull_seconds(workers, params, axes)
     network = lj.asynchronous.Network.fitted(count, _bytes(params), seconds, latency)
     return Link(network, count, pulls)
@@ -143,7 +143,7 @@ def pull_seconds(
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Measures pulls inside a node or among all workers, see `Link.measured`."""
     inner, outer = (0.1, 0.0) if axes == ("local",) else (0.0, 0.1)
-    nothing = workers.replicate(jnp.zeros(FEW))
+    few = workers.replicate(jnp.zeros(FEW))
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for wire in WIRES:
         pulls = {
@@ -151,7 +151,7 @@ def pull_seconds(
             "mean": lj.diloco(1, axes=axes, wire=wire),
         }
         for kind, tx in pulls.items():
-            found[kind, wire] = _pull(workers, tx, nothing), _pull(workers, tx, params)
+            found[kind, wire] = _pull(workers, tx, few), _pull(workers, tx, params)
     return found
 
 

@@ -35,7 +35,7 @@ CLEAN = {name: value for name, value in os.environ.items() if name not in NAMES}
 @pytest.mark.slow
 def test_every_way_to_request_devices_reserves_threads(code, settings, expected):
     show = "; import os; print(len(jax.devices()), os.environ.get('PJRT_NPROC', 0))"
-    done = python("-c", code + show, env=CLEAN, JAX_PLATFORMS="cpu", **settings)
+    done = python("-c", code + show, env=CLEAN, timeout=60, JAX_PLATFORMS="cpu", **settings)
     assert done.returncode == 0, done.stderr
     devices, threads = map(int, done.stdout.split())
     assert devices == expected
@@ -45,7 +45,7 @@ def test_every_way_to_request_devices_reserves_threads(code, settings, expected)
 def test_the_import_changes_no_environment_variable():
     code = "import os; before = dict(os.environ); import lsgd_jax; "
     code += "assert dict(os.environ) == before"
-    python("-c", code, env=CLEAN, JAX_NUM_CPU_DEVICES="4").check_returncode()
+    python("-c", code, env=CLEAN, timeout=60, JAX_NUM_CPU_DEVICES="4").check_returncode()
 
 
 def test_emulating_devices_too_late_is_an_error():

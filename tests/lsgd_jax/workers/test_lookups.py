@@ -132,6 +132,6 @@ def test_a_table_is_whole_before_a_lookup(kind):
 @pytest.mark.slow
 def test_xla_aborts_on_a_lookup():
     """Once jax has mended it, lsgd_jax/_src/workers/lookups.py can go."""
-    done = python("-c", ABORTS)
+    done = python("-c", ABORTS, timeout=100)
     assert done.returncode == -signal.SIGABRT
     assert "Check failed: partition_group_list" in done.stderr

@@ -96,7 +96,7 @@ def readers():
 def nothing_is_left_running():
     """After each test all readers stop, once a thread has finished its current image."""
     yield
-    until(lambda: not readers())
+    until(lambda: not readers(), seconds=10)
 
 
 # The choice of images
@@ -251,7 +251,7 @@ def test_reading_ahead_is_bounded(folder, read):
     read.clear()
 
     def check(expected):
-        until(lambda: len(read) >= expected)
+        until(lambda: len(read) >= expected, seconds=10)
         time.sleep(0.3)  # in which no more images are read
         assert len(read) == expected
 

@@ -31,7 +31,7 @@ def run(tmp_path, **variables):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     kept |= {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     kept |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    ended = python("-c", SCRIPT, env=kept, **variables)
+    ended = python("-c", SCRIPT, env=kept, timeout=60, **variables)
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
     assert said.pop("result") == 1.683

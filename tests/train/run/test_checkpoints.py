@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_no_thread(
     for step in (2, 4):
         assert not checkpoints.save(step, state(step), {})
     assert checkpoints.close() and steps_in(folder) == []
-    until(lambda: have_ended(but=before))
+    until(lambda: have_ended(but=before), seconds=5)
     assert len(warnings) == 2
     assert warnings[1].startswith("the checkpoint of step 4 was not written: [Errno ")
     gc.collect()
@@ -305,7 +305,7 @@ def test_a_disk_that_becomes_full_while_writing(opened, folder, warnings):
     assert checkpoints.best().step == 1
     assert saved(checkpoints, 4, 6.0, lambda step: large) and checkpoints.close()
     assert steps_in(folder) == [1, 4]
-    until(lambda: have_ended(but=before))
+    until(lambda: have_ended(but=before), seconds=5)
 
 
 def test_a_missing_checkpoint_folder_is_created_again(opened, folder, tmp_path):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tiny
 from landscapes import draw as landscape
-from outside import times
 
 from train import compare, launch
 from train.__main__ import main
@@ -128,10 +127,10 @@ def test_an_open_run_tells_the_launcher_how_to_resume_it(opened, tmp_path, monke
 
 def test_a_folder_that_exists_is_never_overwritten(finished):
     _, result = finished
-    before = times(result.folder)
+    before = {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
     with pytest.raises(ValueError, match="must be a new folder, .* exists; add --resume"):
         open_run(dataclasses.replace(tiny.SMALL, run_dir=str(result.folder)))
-    assert before == times(result.folder)
+    assert before == {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
 
 
 def test_a_run_survives_a_full_standard_output_and_records_it(opened, monkeypatch):

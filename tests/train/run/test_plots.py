@@ -66,7 +66,9 @@ def test_an_unwritable_home_causes_no_warning_of_matplotlib(tmp_path):
     def errors(imports):
         code = f"import {imports}; matplotlib.get_cachedir()"
         home = {"HOME": "/proc/none", "MPLCONFIGDIR": "", "TMPDIR": str(tmp_path)}
-        return python("-c", code, **home).stderr
+        ended = python("-c", code, **home)
+        ended.check_returncode()
+        return ended.stderr
 
     assert "temporary cache directory" in errors("matplotlib")
     assert errors("train, matplotlib") == ""

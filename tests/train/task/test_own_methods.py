@@ -254,7 +254,7 @@ def test_options_of_the_method_may_stand_before_the_experiment():
 @pytest.mark.slow
 def test_python_m_train_finds_a_module_in_the_current_folder(tmp_path):
     command = "-m train digits --method mine:pulled --help"
-    ended = python(*command.split(), cwd=tmp_path)
+    ended = python(*command.split(), timeout=60, cwd=tmp_path)
     assert ended.returncode == 0 and "--method.strength FLOAT" in ended.stdout, ended.stderr
 
 
