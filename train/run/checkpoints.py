@@ -29,7 +29,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 BARRIER_S = 300  # timeout of a process that waits for another one to write its part
 FAILURES = (OSError, ValueError, RuntimeError)  # exceptions that Orbax raises
 NOTES = "notes/metadata"  # the file with the notes of a checkpoint
-NEW_COUNTERS = ("dropped",)  # of an exchange, which 0.3 did not have
+# Of exchanges, since 0.3
+NEW_COUNTERS = ("dropped", "dropped_in_a_row", "missed", "stage")
 MODEL = "model"  # the item of a checkpoint that holds the center
 
 

@@ -106,13 +106,12 @@ def noloco(
         blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
         message = jax.tree.map(blend, y, state.slow)
         mean, _, _ = pairs.agree(group, None, message, (), takes_part, t)
-        mean, fits = group.movable(mean, message)
-        moves = takes_part & fits
+        mean = group.movable(mean, message)
         momentum = lambda old, mean, slow: alpha * old + (mean - gamma * slow)
         moved = jax.tree.map(momentum, state.momentum, mean, state.slow)
         stepped = NoLoCoState(jax.tree.map(jnp.add, state.slow, moved), moved)
-        state = trees.where(moves, stepped, state)
-        return state.slow, moves | ~takes_part, state
+        state = trees.where(takes_part, stepped, state)
+        return state.slow, jnp.asarray(True), state
 
     init = lambda params: NoLoCoState(trees.widened(params), trees.zeros(params))
     rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=pairs.turns)

@@ -12,6 +12,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_axes, check_step_count
 from lsgd_jax._src.exchange.branch import cond, unbatched
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
+from lsgd_jax._src.exchange.rule import fits_in_sums
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.shared import Axes, Shared
@@ -24,8 +25,8 @@ class AggregateState(NamedTuple):
 
     Attributes:
       count: int32 scalar, steps taken; shared.
-      restored: int32 scalar, how often this worker's gradient was not finite and was left
-        out; per worker.
+      restored: int32 scalar, how often this worker's gradient was left out, because it was
+        not finite or too large to be added up; per worker.
       misplaced: int32 scalar, how often the aggregate itself was added to x, which means
         that it stood last in the chain; per worker.
       expected: float32 [k], the values of some elements of x in that case; per worker.
@@ -57,7 +58,8 @@ def aggregate(
     Args:
       rule: (group, g, own, finite) -> (aggregate, own), for one worker. It is the only
         function that communicates, through `group`. g: the worker's gradients; own: the
-        rule's state; finite: bool scalar, whether all of g is finite; aggregate: a tree
+        rule's state; finite: bool scalar, whether all of g is finite and leaves headroom
+        for a sum over the group; aggregate: a tree
         like g, which is cast to its dtypes.
       axes: the mesh axes of the group.
       init_own: params -> own.
@@ -97,7 +99,8 @@ def aggregate(
         check_step_count(count)
 
         def communicate(g, own, traffic):
-            finite, group = trees.all_finite(g), Group(axes)
+            group = Group(axes)
+            finite = trees.all_finite(g) & fits_in_sums(group, g, ())
             total, own = rule(group, g, own, finite)
             total = jax.tree.map(lambda a, g: a.astype(g.dtype), total, g)
             return total, own, traffic.sent(group.bytes_sent), ~finite

@@ -41,6 +41,9 @@ class Diagnostics:
         bit-identical in the group; None without `verify`.
       leaf: int32 [W], the leaf in which it differed the last time, an index into `leaves`;
         -1 before; None likewise.
+      dropped_in_a_row: int32 [W], for each worker how many exchanges have been dropped
+        since the last one with a target. At 2 or more the workers train on alone; None for
+        an aggregation.
       leaves: the paths of what is compared, and 'target' for the last target of the pull.
     """
 
@@ -54,6 +57,7 @@ class Diagnostics:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     differed: Array | None = None
     leaf: Array | None = None
+    dropped_in_a_row: Array | None = None
     leaves: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -62,7 +66,8 @@ class Diagnostics:
             return f"Diagnostics(axes={self.axes}, traced)"
         shown = {"axes": self.axes, "period": self.period, "steps": int(self.steps)}
         shown |= {"exchanges": self.exchanges, "bytes_sent": self.bytes_sent}
-        for name in ("restored", "dropped", "misplaced", "leader", "score", "differed"):
+        counters = "restored", "dropped", "dropped_in_a_row", "misplaced"
+        for name in (*counters, "leader", "score", "differed"):
             if (each := getattr(self, name)) is not None:
                 shown[name] = np.asarray(each).tolist()
         texts = (f"{name}={value}" for name, value in shown.items())
@@ -146,6 +151,7 @@ def _of(node, pull, rule) -> Diagnostics:
         axes=tuple(sorted(pull.traffic.axes, key=place)),
         differed=agreement and agreement.differed,
         leaf=agreement and agreement.leaf,
+        dropped_in_a_row=getattr(pull, "dropped_in_a_row", None),
         leaves=names(pull) if agreement else (),
     )
 

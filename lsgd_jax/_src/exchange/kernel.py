@@ -6,6 +6,9 @@ With x the worker's parameters before its own step, y its current parameters, z 
     send    the group agrees on z; the only function that communicates
     land    y ← y + λ (z - y); a worker that is not finite takes the whole of z
 
+An exchange is a transaction: either its target and all that it changes are finite, or
+nothing changes and the next exchange begins from where this one did.
+
 Two drivers call them: `exchange` in lock step, inside one program, and
 `asynchronous.pulls`, which awaits the messages between `send` and `land`.
 
@@ -36,6 +39,7 @@ from lsgd_jax._src.exchange.agreement import Agreement, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.traffic import Traffic
+from lsgd_jax._src.exchange.transaction import committed, committed_by_element
 from lsgd_jax._src.shared import is_shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.encoded import EncodedGroup, WireState
@@ -57,7 +61,8 @@ class Pull:
 
     Attributes:
       rule: computes the target z.
-      strength: λ in [0, 1], or a schedule of t, which is clipped to [0, 1].
+      strength: λ in [0, 1], or a schedule of t, which is clipped to [0, 1]. An exchange
+        whose λ is nan is dropped.
       every: the period in steps.
       offset: the step of the period on which the target is applied, 0 ≤ offset < every.
       delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
@@ -177,26 +182,42 @@ class Target(NamedTuple):
     Attributes:
       z: a tree like y; per worker.
       found: bool scalar, whether there is one.
+      is_huge: bool scalar, see `is_huge`.
     """
 
     z: Tree
     found: Array
+    is_huge: Array
+
+
+# Stages of a `Pending`
+IDLE = 0  # nothing is on its way
+RECORDED = 1  # the message has not left
+AGREED = 2  # the group has agreed on the target
 
 
 class Pending(NamedTuple):
     """The message of a delayed pull, between its agreement and its landing; per worker.
 
     Attributes:
-      z: y at the agreement until the message has left, then the target; a tree like the
-        part, in float32 or wider.
-      found: bool scalar: whether this worker takes part, then whether there is a target.
+      z: y at the agreement if `stage` is `RECORDED`, the target if it is `AGREED`; a tree
+        like the part, in float32 or wider.
+      found: bool scalar: whether this worker takes part if `stage` is `RECORDED`, whether
+        there is a target if it is `AGREED`.
       x: the parameters before the step of the agreement if the rule reads them, a tree
         like the part; otherwise ().
+      stage: int32 scalar, `IDLE`, `RECORDED` or `AGREED`. A run that resumes with another
+        period or delay may come to a landing or a departure in any stage.
     """
 
     z: Tree
     found: Array
-    x: Tree | tuple[()] = ()
+    x: Tree | tuple[()]
+    stage: Array
+
+    def target(self, is_huge: Array) -> Target:
+        """The target to land on: none unless the group has agreed on one."""
+        return Target(self.z, self.found & (self.stage == AGREED), is_huge)
 
 
 class PullState(NamedTuple):
@@ -207,11 +228,15 @@ class PullState(NamedTuple):
       pending: a `Pending` if the pull is delayed, otherwise (); per worker.
       restored: int32 scalar, how often this worker took the whole target because it was not
         finite; per worker.
-      dropped: int32 scalar, how often this worker took part and there was no target,
-        because it was not finite; per worker.
+      dropped: int32 scalar, how often an exchange of finite workers gave no target, because
+        its result was not finite; per worker.
       traffic: the traffic counters; shared.
       wire: a `WireState`, or () if parameters travel in float32.
       agreement: an `Agreement` if the pull has `verify`, otherwise ().
+      dropped_in_a_row: int32 scalar, how many exchanges have been dropped since the last
+        one with a target; per worker.
+      missed: bool scalar, whether this worker took the whole target when it was huge: x + u
+        has missed it by a rounding of x, so it takes the next one whole, too; per worker.
     """
 
     rule: Any
@@ -221,13 +246,15 @@ class PullState(NamedTuple):
     traffic: Traffic
     wire: Any = ()
     agreement: Any = ()
+    dropped_in_a_row: Any = 0
+    missed: Any = False
 
     def __lsgd_resized__(self) -> "PullState":
         """For `resize`: discards a message in flight, which belongs to the old workers."""
         if not self.pending:
             return self
-        found = jnp.zeros_like(self.pending.found)
-        return self._replace(pending=self.pending._replace(found=found))
+        idle = jnp.full_like(self.pending.stage, IDLE)
+        return self._replace(pending=self.pending._replace(stage=idle))
 
 
 def init(pull: Pull, params: Tree) -> PullState:
@@ -238,7 +265,7 @@ def init(pull: Pull, params: Tree) -> PullState:
     group = Group(axes)
     state = PullState(
         rule=pull.rule.init(part),
-        pending=pending(pull, part, part, jnp.asarray(False)) if pull.delay else (),
+        pending=pending(pull, part, part, jnp.asarray(False), IDLE) if pull.delay else (),
         restored=jnp.zeros([], jnp.int32),
         dropped=jnp.zeros([], jnp.int32),
         traffic=Traffic.zero(axes, pull.every, pull.sends_at),
@@ -246,14 +273,18 @@ def init(pull: Pull, params: Tree) -> PullState:
         if pull.is_narrow
         else (),
         agreement=Agreement.start() if pull.verify else (),
+        dropped_in_a_row=jnp.zeros([], jnp.int32),
+        missed=jnp.asarray(False),
     )
     return placed(pull, state, to_host)
 
 
-def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
+def pending(
+    pull: Pull, x: Tree, y: Tree, takes_part: Array, stage: int = RECORDED
+) -> Pending:
     """Returns the operands of a delayed agreement; `send_pending` reads them."""
     x = x if pull.rule.reads_x else ()
-    return Pending(trees.widened(y), takes_part, x)
+    return Pending(trees.widened(y), takes_part, x, jnp.int32(stage))
 
 
 def placed(pull: Pull, state: PullState, to: Callable[[Tree], Tree]) -> PullState:
@@ -347,8 +378,9 @@ def send(
 ) -> tuple[Target, PullState, float]:
     """Agrees on the target with the group. It is the only function that communicates.
 
-    A target that is not finite in the dtypes of y, such as the mean of 3e38 and 3e38, is
-    no target.
+    If the target is not finite in the dtypes of y, such as the mean of 3e38 and 3e38, or a
+    state of the rule or of the wire format became not finite, the exchange is dropped: all
+    of these states stay as they were, and there is no target.
 
     Args:
       pull: the pull.
@@ -362,35 +394,73 @@ def send(
     Returns:
       (target, state, bytes_sent). bytes_sent is known while tracing.
     """
-    axes, wire, state = pull.rule.axes, Wire.of(pull.wire), placed(pull, state, to_device)
-    group = Group(axes, channel)
+    state = placed(pull, state, to_device)
+    group = _group(pull, channel)
+    huge = is_huge(pull, group, y, state)
+    counts = takes_part
+    takes_part = takes_part & ~huge & ~state.missed
     if pull.verify:
         state = verified(group, state)
         # Its y was computed from values that differ, so it must not enter the target.
         takes_part &= ~state.agreement.differs
-    if wire.is_narrow:
-        group = EncodedGroup(axes, channel, wire, state.wire, t, group.bytes_sent)
-    group.exchange_number, group.round = pull.exchange_number(t), round
-    # Between asynchronous workers, no gradient is in the program of the message.
-    group.is_delayed = pull.delay > 0 and group.channel.transposes
-    z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t)
-    if not group.is_delayed:  # see `Group.movable`
-        held = jax.tree.map(lambda z, y: z.astype(y.dtype), z, y)
-        found &= trees.all_finite(held)
+    if pull.is_narrow:
+        wire = Wire.of(pull.wire)
+        sent = group.bytes_sent
+        group = EncodedGroup(group.axes, channel, wire, state.wire, t, sent)
+        group.is_delayed = _is_delayed(pull, group)
+    group.exchange_number = pull.exchange_number(t)
+    group.round = round
+
+    z, found, rule = pull.rule.agree(group, x, y, state.rule, takes_part, t)
+    before = state.rule, state.wire
+    after = _in_the_form_of(state.rule, rule), group.kept if pull.is_narrow else ()
+    if group.is_delayed:
+        rule, wire_state = committed_by_element(before, after)
+    else:
+        is_sound = jnp.isfinite(pull.weight(t))
+        found, rule, wire_state = committed(before, after, z, y, found, is_sound)
+
+    is_dropped = counts & ~found
+    in_a_row = state.dropped_in_a_row + is_dropped.astype(jnp.int32)
     state = state._replace(
-        dropped=state.dropped + (takes_part & ~found).astype(jnp.int32),
-        rule=_in_the_form_of(state.rule, after),
+        dropped=state.dropped + is_dropped.astype(jnp.int32),
+        dropped_in_a_row=jnp.where(found, 0, in_a_row),
+        rule=rule,
+        wire=wire_state,
         traffic=state.traffic.sent(group.bytes_sent),
     )
-    if wire.is_narrow:
-        # A reference stays where there is no target. Errors alone do not wait for it: XLA
-        # would hold both versions until all of the target is known to be finite.
-        waits = "reference" in (pull.rule.keeps or ())
-        kept = trees.where(found, group.kept, state.wire) if waits else group.kept
-        state = state._replace(wire=kept)
     if pull.verify and pull.rule.is_common:
         state = state._replace(agreement=state.agreement.after(z, found))
-    return Target(z, found), placed(pull, state, to_host), group.bytes_sent
+    target = Target(z, found, huge)
+    return target, placed(pull, state, to_host), group.bytes_sent
+
+
+def _group(pull: Pull, channel: Channel | None = None) -> Group:
+    """Returns the group of a pull, which sends in float32."""
+    group = Group(pull.rule.axes, channel)
+    group.is_delayed = _is_delayed(pull, group)
+    return group
+
+
+def _is_delayed(pull: Pull, group: Group) -> bool:
+    """Whether the messages travel beside a gradient, in one program with it."""
+    return pull.delay > 0 and group.channel.transposes
+
+
+def is_huge(pull: Pull, group: Group, y: Tree, state: PullState) -> Array:
+    """Whether y is finite and too large to be added up; the worker counts as not finite.
+
+    y: the leaves of the pull's part.
+    """
+    fits = pull.rule.summable(group, y, state)
+    return ~jnp.asarray(fits) & trees.all_finite(y)
+
+
+def landing_target(pull: Pull, y: Tree, state: PullState) -> Target:
+    """Returns the target of a delayed pull, which lands on y."""
+    state = placed(pull, state, to_device)
+    pending: Any = state.pending
+    return pending.target(is_huge(pull, _group(pull), y, state))
 
 
 def send_pending(
@@ -419,8 +489,14 @@ def send_pending(
     # It was widened without loss, so this is the y of the agreement, bit for bit.
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
-    target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, round)
-    arrived = kept._replace(z=trees.widened(target.z), found=target.found)
+    waits = kept.stage == RECORDED
+    takes_part = kept.found & waits
+    target, state, bytes_sent = send(pull, None, x, y, state, takes_part, t, round)
+    arrived = kept._replace(
+        z=trees.widened(target.z),
+        found=target.found & waits,
+        stage=jnp.full_like(kept.stage, AGREED),
+    )
     return placed(pull, state._replace(pending=arrived), to_host), bytes_sent
 
 
@@ -442,9 +518,9 @@ def land(
     pull: Pull,
     x: Tree | None,
     u: Tree,
-    target: Target | Pending,
+    target: Target,
     state: PullState,
-    takes_part: Array,
+    is_finite: Array,
     t: Array,
 ) -> tuple[Tree, PullState, Array]:
     """Moves y = x + u towards the target; a worker that is not finite takes it whole.
@@ -455,21 +531,33 @@ def land(
         u is y itself.
       target: see `send`.
       state: the pull's state.
-      takes_part: bool scalar, whether y is finite and the worker took part.
+      is_finite: bool scalar, whether loss, y and the result of the rule's step are finite.
       t: int32 scalar, the step.
 
     Returns:
       (u, state, restored). restored: whether the worker took the whole target because it
       was not finite.
     """
+    takes_part = is_finite & ~target.is_huge & ~state.missed
     keeps = takes_part
     if pull.verify:
         # Such a worker takes the whole target, but it is finite and does not count as
         # restored.
         keeps &= ~state.agreement.differs
-    u = move(x, u, target.z, pull.weight(t), target.found, keeps)
-    restored = target.found & ~takes_part
-    state = state._replace(restored=state.restored + restored.astype(jnp.int32))
+    weight = pull.weight(t)
+    found = target.found & jnp.isfinite(weight)
+    u = move(x, u, target.z, weight, found, keeps)
+    restored = found & ~takes_part
+    # Without an x, u is y itself and the target is reached exactly.
+    missed = jnp.asarray(False) if x is None else target.is_huge
+    state = state._replace(
+        restored=state.restored + restored.astype(jnp.int32),
+        missed=jnp.where(found, missed, state.missed),
+    )
+    if state.pending:
+        idle = jnp.full_like(state.pending.stage, IDLE)
+        idle = to_host(idle) if pull.memory == "host" else idle
+        state = state._replace(pending=state.pending._replace(stage=idle))
     if pull.delay and pull.is_narrow:
         # XLA for GPUs would clear the error where the message is encoded, which would then
         # wait for this step's loss.

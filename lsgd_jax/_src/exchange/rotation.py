@@ -158,13 +158,19 @@ def each_of(states: PullState, lead: int) -> list[PullState]:
     if not isinstance(states, PullStates):
         return [states]
     agreement = states.agreement and states.agreement._replace(target=())
-    own, shared = (states.restored, states.dropped, agreement), states.traffic
+    own = {
+        "restored": states.restored,
+        "dropped": states.dropped,
+        "dropped_in_a_row": states.dropped_in_a_row,
+        "missed": states.missed,
+        "agreement": agreement,
+    }
     is_host = isinstance(states.restored, np.ndarray)
     apart = _apart if is_host else jax.jit(_apart, static_argnums=2)
     plain = PullState(*states)
     return [
-        plain._replace(restored=r, dropped=d, agreement=agreement, traffic=traffic)
-        for (r, d, agreement), traffic in apart(own, shared, lead)
+        plain._replace(traffic=traffic, **counters)
+        for counters, traffic in apart(own, states.traffic, lead)
     ]
 
 
@@ -172,7 +178,7 @@ def _apart(own: Tree, shared: Tree, lead: int) -> list[Tree]:
     """The counters of each fragment; those of a worker have them along the last axis."""
     last = lambda i: jax.tree.map(lambda x: x[..., i], own)
     of = lambda i: jax.tree.map(lambda x: x[(slice(None),) * lead + (i,)], shared)
-    return [(last(i), of(i)) for i in range(own[0].shape[-1])]
+    return [(last(i), of(i)) for i in range(own["restored"].shape[-1])]
 
 
 def _holds(x: Any, one: Any, count: int) -> bool:

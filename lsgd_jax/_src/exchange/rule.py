@@ -12,8 +12,25 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_axes, check_option
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.group import Group
+
+
+def fits_in_sums(group: Group, y: Tree, state: Any) -> Any:
+    """Whether sums of such y over the group are far from overflow: a bool scalar.
+
+    With :math:`|y| \\le` `largest` / (256 W) no sum over the W workers overflows.
+    """
+    del state
+    if group.size == 1:
+        return True
+    return trees.has_headroom(jax.tree.map(lambda y: group.size * widened(y), y))
+
+
+def always(group: Group, y: Tree, state: Any) -> Any:
+    """The `Rule.summable` of a rule that adds up nothing."""
+    del group, y, state
+    return True
 
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
@@ -53,9 +70,8 @@ class Rule(ByValue):
       agree: (group, x, y, state, takes_part, t) -> (z, found, state), called on due steps.
         It is the only function that communicates, through `group`. takes_part: bool scalar,
         whether this worker's loss, its y and the result of `step` are finite.
-        z: the target, a tree like y. found: bool scalar, whether there is a target. A z
-        that is not finite is none. A rule whose state follows what the group sent keeps its
-        state then, see `Group.movable`.
+        z: the target, a tree like y. found: bool scalar, whether there is a target. If z
+        or the state is not finite, the exchange is dropped and the state stays as it was.
       step: (u, x, state, loss, t) -> (u, state, takes_part), called on every step; never
         communicates.
       keeps: the memory that `agree` needs for a narrow wire format: 'reference', the last
@@ -70,6 +86,10 @@ class Rule(ByValue):
       turns: W -> for each of its exchanges in turn the round of its graph, after which it
         starts over; () if no program depends on the round. With the sizes of the axes a
         phase names the round, see `Group.round_of`. Defaults to a rule without rounds.
+      summable: (group, y, state) -> bool scalar, with the state of the pull: whether the
+        values of this worker can be added up. If not, the worker counts as not finite: it
+        does not take part and takes the target whole. Defaults to a test that y leaves
+        headroom for a sum over the group.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
 
@@ -85,6 +105,7 @@ class Rule(ByValue):
     reads_x: bool = True
     reads: tuple[Read, ...] = ()
     is_common: bool = False
+    summable: Callable[[Group, Tree, Any], Any] = fits_in_sums
     turns: Callable[[int], tuple[int, ...]] = lambda size: ()
 
     def __post_init__(self):

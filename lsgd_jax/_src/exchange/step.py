@@ -20,7 +20,7 @@ from lsgd_jax._src.checks import check_step_count
 from lsgd_jax._src.exchange import kernel, parts, rotation
 from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.kernel import PullState
-from lsgd_jax._src.exchange.memory import to_device, to_host
+from lsgd_jax._src.exchange.memory import to_host
 from lsgd_jax._src.exchange.phases import Plan, Turn
 from lsgd_jax._src.exchange.rotation import InTurn, Pulls, PullStates, Rotation
 from lsgd_jax._src.shared import Shared
@@ -234,16 +234,21 @@ class Step:
         states: PullState,
     ) -> tuple[list[Array], PullState, Array]:
         """`kernel.land`, after `kernel.send` if the pull has no delay."""
-        pull, t, state = turn.pull, self._common, (before := turn.take(states))
+        pull = turn.pull
+        before = turn.take(states)
+        state = before
+        y = own.packing.unpack(own.position(us))
         if pull.delay:
-            target: Any = kernel.placed(pull, state, to_device).pending
+            target = kernel.landing_target(pull, y, state)
         else:
-            y, round = own.packing.unpack(own.position(us)), self._turns[k].round
+            round = self._turns[k].round
             target, state, self._sent[k] = kernel.send(
-                pull, None, own.x, y, state, takes_part, t, round
+                pull, None, own.x, y, state, takes_part, self._common, round
             )
         target = target._replace(z=own.packing.pack(target.z))
-        us, state, restored = kernel.land(pull, own.xs, us, target, state, takes_part, t)
+        us, state, restored = kernel.land(
+            pull, own.xs, us, target, state, takes_part, self._common
+        )
         return us, turn.put(states, before, state), restored
 
     def _record(

@@ -13,7 +13,8 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.branch import any_of
-from lsgd_jax._src.exchange.rule import Rule
+from lsgd_jax._src.exchange.rule import Rule, fits_in_sums
+from lsgd_jax._src.exchange.transaction import with_schedules_of
 from lsgd_jax._src.methods.guard import Detector, Guard, weigh
 from lsgd_jax._src.methods.merging import MERGES, Merge
 from lsgd_jax._src.shared import Axes, Shared
@@ -112,7 +113,7 @@ def anchored(
         """A block's anchor and outer state, both as they were without a pseudo-gradient."""
         before = outer_state
         if restart:
-            fresh = _restarted(outer.init(anchor), outer_state)
+            fresh = with_schedules_of(outer_state, outer.init(anchor))
             before = trees.where(begins_anew, fresh, outer_state)
         step, after = outer.update(delta, before, anchor)
         renewed = optax.apply_updates(anchor, step), after
@@ -120,7 +121,7 @@ def anchored(
 
     def agree(group, x, y, state, takes_part, t):
         anchor, outer_state = state.anchor.value, state.outer.value
-        delta, found, fits, detector = _pseudo_gradient(
+        delta, found, detector = _pseudo_gradient(
             group, y, state, takes_part, guard, merge, weights
         )
         exchanges, begins_anew = (), False
@@ -141,10 +142,25 @@ def anchored(
             detector,
         )
         # The anchor is there to be pulled to even if no worker is finite.
-        return anchor, fits, state
+        return anchor, jnp.asarray(True), state
 
     keeps = None if merge == "radial" else ("error",)
-    return Rule(axes, init, agree, keeps=keeps, reads_x=False)
+    return Rule(axes, init, agree, keeps=keeps, reads_x=False, summable=_squares_fit)
+
+
+def _squares_fit(group: Group, y: Tree, state: Any) -> Array:
+    """Whether sums over the group are far from overflow, and squares where it matters.
+
+    Outer optimizers such as Adam square the pseudo-gradient. If that overflows, the
+    exchange is dropped. At the next one a worker whose own part of it would overflow again
+    counts as not finite. Where a result is not tested as a whole, such a worker never takes
+    part.
+    """
+    anchor = state.rule.anchor.value
+    gaps = jax.tree.map(lambda a, y: group.size * (a - widened(y)), anchor, y)
+    squares_fit = trees.has_headroom(jax.tree.map(jnp.square, gaps))
+    matters = group.is_delayed | (state.dropped_in_a_row > 0)
+    return fits_in_sums(group, y, state) & (squares_fit | ~matters)
 
 
 def _check(
@@ -181,27 +197,26 @@ def _pseudo_gradient(
     guard: Guard | None,
     merge: Merge,
     weights: Sequence[float] | None,
-) -> tuple[Tree, list[Array], Array, Any]:
-    """Returns (delta, found, fits, detector).
+) -> tuple[Tree, list[Array], Any]:
+    """Returns (delta, found, detector).
 
-    found: for each block of leaves, whether it has a pseudo-gradient. fits: whether no sum
-    of the workers overflowed.
+    found: for each block of leaves, whether it has a pseudo-gradient.
     """
     anchor = state.anchor.value
     if guard is None and weights is None and merge == "mean":
         mean, count = group.masked_mean(y, takes_part, reference=anchor)
-        mean, fits = group.movable(mean, anchor)
+        mean = group.movable(mean, anchor)
         delta = jax.tree.map(jnp.subtract, anchor, mean)
-        return delta, [fits & (count > 0)], fits | (count == 0), ()
+        return delta, [count > 0], ()
     deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
     if guard is None:
         shares, detector = _shares(group, weights, takes_part), ()
     else:
         shares, detector = weigh(guard, group, deltas, state.detector, takes_part)
     delta = MERGES[merge](group, deltas, shares, takes_part)
-    delta, fits = group.movable(delta, trees.zeros(delta))
-    found = [fits & (total > 0) for total in trees.materialized(*shares.sum(axis=0))]
-    return guard.clipped(delta) if guard else delta, found, fits, detector
+    delta = group.movable(delta, trees.zeros(delta))
+    found = [total > 0 for total in trees.materialized(*shares.sum(axis=0))]
+    return guard.clipped(delta) if guard else delta, found, detector
 
 
 def _shares(group: Group, weights: Sequence[float] | None, takes_part: Array) -> Array:
@@ -255,17 +270,3 @@ def _of_block(i: int, whole: Any, like: Any) -> Any:
 
 def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
-
-
-def _restarted(fresh: Any, state: Any) -> Any:
-    """A fresh outer state in which schedules go on from where they are."""
-    counts = lambda node: isinstance(node, optax.ScaleByScheduleState)
-    injects = lambda node: hasattr(node, "hyperparams")
-
-    def pick(new: Any, old: Any) -> Any:
-        if injects(old):
-            return old._replace(inner_state=_restarted(new.inner_state, old.inner_state))
-        return old if counts(old) else new
-
-    is_leaf = lambda node: counts(node) or injects(node)
-    return jax.tree.map(pick, fresh, state, is_leaf=is_leaf)

@@ -1,10 +1,14 @@
 """Averaging methods: every τ steps the workers' mean, or an outer step towards it."""
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Unpack
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
+from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -19,7 +23,7 @@ from lsgd_jax._src.methods.anchored import anchored
 from lsgd_jax._src.methods.guard import Guard
 from lsgd_jax._src.methods.merging import Merge
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.trees import value_at
+from lsgd_jax._src.trees import Tree, value_at
 
 
 @by_value
@@ -182,7 +186,8 @@ def slowmo(
 
     with y = x + u, a the anchor (the mean of the starts at first), m the slow momentum
     (0 at first), η the base optimizer's learning rate and τ the `period`. α = 1, β = 0 is
-    local SGD; α = 1, β > 0 is BMUF.
+    local SGD; α = 1, β > 0 is BMUF. Where η is 0, as at the start of a warm-up or the end
+    of a decay, a moves by the workers' steps alone and m keeps β of its value.
 
     Args:
       period: steps between exchanges, τ.
@@ -212,11 +217,63 @@ def slowmo(
     check_not_negative("alpha", alpha)
     if not callable(learning_rate):
         check_not_negative("learning_rate", learning_rate)
-    eta = lambda exchanges: value_at(learning_rate, period * (exchanges + 1))
-    outer = optax.chain(
-        optax.scale_by_schedule(lambda k: 1 / eta(k)),
-        optax.trace(decay=beta),
-        optax.scale_by_schedule(lambda k: -alpha * eta(k)),
-    )
+
+    def rate(exchanges: Array) -> Any:
+        return value_at(learning_rate, period * (exchanges + 1))
+
+    outer = slow_momentum(rate, alpha, beta)
     rule = anchored(outer, axes, restart=restart)
     return exchange(Pull(rule, 1.0, every=period), **options)
+
+
+class SlowMomentum(NamedTuple):
+    """The state of `slow_momentum`.
+
+    Attributes:
+      count: counts the exchanges, as the schedules of optax do.
+      momentum: m, a tree like the parameters, in gradients and not in steps.
+    """
+
+    count: optax.ScaleByScheduleState
+    momentum: Tree
+
+
+def slow_momentum(
+    rate: Callable[[Array], Any], alpha: float, beta: float
+) -> optax.GradientTransformation:
+    r"""SlowMo's outer step, in which no η is a divisor of what the anchor moves by.
+
+    .. math::
+      a \leftarrow a - \alpha \, (\beta \eta_k m + \Delta), \qquad
+      m \leftarrow \beta m + \Delta / \eta_k
+
+    A quotient that is not finite, such as that of η = 0, leaves m without a share of this
+    Δ.
+
+    Args:
+      rate: η, a function of the number k of exchanges before, int32.
+      alpha, beta: α and β, see `slowmo`.
+    """
+
+    def init(params: Tree) -> SlowMomentum:
+        count = optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+        return SlowMomentum(count, jax.tree.map(jnp.zeros_like, params))
+
+    def update(delta: Tree, state: SlowMomentum, params: Tree = None) -> Any:
+        del params
+        k = state.count.count
+        eta = jnp.asarray(rate(k))
+
+        def step(delta: Array, m: Array) -> Array:
+            return -alpha * (beta * eta.astype(m.dtype) * m + delta)
+
+        def renewed(delta: Array, m: Array) -> Array:
+            share = delta / eta.astype(m.dtype)
+            return beta * m + trees.finite_part(share)
+
+        steps = jax.tree.map(step, delta, state.momentum)
+        momentum = jax.tree.map(renewed, delta, state.momentum)
+        count = optax.ScaleByScheduleState(optax.safe_increment(k))
+        return steps, SlowMomentum(count, momentum)
+
+    return optax.GradientTransformation(init, update)

@@ -59,15 +59,15 @@ def moving_center(
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
         sums, _ = group.masked_sum(gaps, takes_part)
-        sums, fits = group.movable(sums, trees.zeros(sums))
+        sums = group.movable(sums, trees.zeros(sums))
         alpha = jnp.asarray(value_at(strength, t))
         move = lambda c, s: c + (alpha.astype(s.dtype) * s).astype(c.dtype)
-        center = trees.where(fits, jax.tree.map(move, old, sums), old)
+        center = jax.tree.map(move, old, sums)
         target = center if renewed else old
         if group.size == 1:
             target = center = trees.where(takes_part, y, old)
         # The center is there to be pulled to even if no worker is finite.
-        return target, fits, CenterState(group.shared(center))
+        return target, jnp.asarray(True), CenterState(group.shared(center))
 
     init = lambda params: CenterState(Group(axes).start(params))
     return Rule(axes, init, agree, keeps=("error",), reads_x=False)

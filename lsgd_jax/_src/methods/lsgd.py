@@ -21,7 +21,7 @@ from lsgd_jax._src.checks import (
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
-from lsgd_jax._src.exchange.rule import Order, Rule, in_order
+from lsgd_jax._src.exchange.rule import Order, Rule, always, fits_in_sums, in_order
 from lsgd_jax._src.methods.scores import recorded
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
@@ -129,6 +129,7 @@ def leader(
         keeps=("reference",) if keep == 1 else ("reference", "error"),
         reads_x=False,
         is_common=True,
+        summable=always if keep == 1 else fits_in_sums,
     )
 
 

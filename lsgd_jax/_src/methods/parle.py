@@ -16,7 +16,7 @@ from lsgd_jax._src.checks import check_fraction, check_not_negative, check_posit
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
-from lsgd_jax._src.exchange.rule import Rule
+from lsgd_jax._src.exchange.rule import Rule, fits_in_sums
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
 from lsgd_jax._src.wire.group import Group
@@ -130,16 +130,17 @@ def parle(
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
         mean, count = group.masked_mean(anchor, takes_part, reference=old)
-        mean, fits = group.movable(mean, old)
-        center = trees.where(fits, mean, old)
+        mean = group.movable(mean, old)
         # The center is there to be pulled to even if no worker is finite.
-        found = fits | (count == 0)
+        center = trees.where(count > 0, mean, old)
         anchor = trees.where(takes_part, anchor, center)
-        moved = ParleState(anchor, anchor, group.shared(center))
-        own = trees.where(found, (anchor, anchor), (state.anchor, state.average))
-        return anchor, found, moved._replace(anchor=own[0], average=own[1])
+        state = ParleState(anchor, anchor, group.shared(center))
+        return anchor, jnp.asarray(True), state
 
-    rule = Rule(axes, init, agree, step, keeps=("error",))
+    def summable(group, y, state):
+        return fits_in_sums(group, (y, state.rule.average), state)
+
+    rule = Rule(axes, init, agree, step, keeps=("error",), summable=summable)
     return exchange(Pull(rule, 1.0, every=period), **options)
 
 

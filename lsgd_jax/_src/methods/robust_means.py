@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_option, check_positive_int
-from lsgd_jax._src.exchange.rule import Rule
+from lsgd_jax._src.exchange.rule import Rule, always
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
 from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.shared import Axes
@@ -206,7 +206,14 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
         z, found = agreed(group, y, takes_part, mean)
         return z, found, state
 
-    return Rule(axes, lambda params: (), agree, reads_x=False, is_common=True)
+    return Rule(
+        axes,
+        lambda params: (),
+        agree,
+        reads_x=False,
+        is_common=True,
+        summable=always,
+    )
 
 
 def _mean(rows: Rows, weights: Array) -> list[Array]:

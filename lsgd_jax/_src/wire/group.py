@@ -25,7 +25,6 @@ from lsgd_jax._src.trees import (
     HEADROOM,
     Tree,
     all_finite,
-    has_headroom,
     widened,
     zeros,
 )
@@ -349,17 +348,17 @@ class Group:
         """Draws True with `probability` for this worker at step t: bool scalar, varying."""
         return jax.random.bernoulli(draws(seed, t, self.index), probability)
 
-    def movable(self, sums: Tree, instead: Tree) -> tuple[Tree, Array]:
-        """Sums by which a center may move, and whether they are a target.
+    def movable(self, sums: Tree, instead: Tree) -> Tree:
+        """Sums by which a center may move.
 
-        Sums of finite numbers may overflow. Where all must wait for the whole, all or none
-        of them count, see `has_headroom`. Behind a delayed message XLA would let the
-        gradient wait for that test, so that elements that overflow are those of `instead`.
+        Sums of finite numbers may overflow, and the exchange is dropped then. Beside a
+        gradient, which would wait for a test of all elements, those that overflow are
+        replaced by elements of `instead`.
         """
         if not self.is_delayed:
-            return sums, has_headroom(sums)
+            return sums
         fits = lambda s, other: jnp.where(jnp.isfinite(HEADROOM * s), s, other)
-        return jax.tree.map(fits, sums, instead), jnp.asarray(True)
+        return jax.tree.map(fits, sums, instead)
 
     # Counted messages
 

@@ -11,6 +11,7 @@ from harness import close, exchanged, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange.kernel import IDLE, RECORDED
 from lsgd_jax._src.exchange.traffic import Traffic, total
 
 
@@ -230,10 +231,11 @@ def test_resize_discards_messages_in_flight():
     tx = lj.lsgd(0.5, 0.0, 2, 2, delay=1, loss_window=1)
     x = np.array([[0.0], [8.0]], np.float32)
     _, state = train(tx, pair(), x, [0 * x], [[1.0, 2.0]])
-    z, found, *_ = state.pulls[0].pending
-    assert found.all() and z.tolist() == x.tolist()
-    found = lj.resize(state, [1, 1, 0]).pulls[0].pending.found
-    assert found.shape == (3,) and not found.any()
+    pending = state.pulls[0].pending
+    assert pending.found.all() and pending.z.tolist() == x.tolist()
+    assert pending.stage.tolist() == [RECORDED] * 2
+    resized = lj.resize(state, [1, 1, 0]).pulls[0].pending
+    assert resized.stage.tolist() == [IDLE] * 3
 
 
 # Errors

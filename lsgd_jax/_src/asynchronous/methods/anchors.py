@@ -20,7 +20,8 @@ from lsgd_jax._src.asynchronous.engine.sharding import on_cpu
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.driver import Driver
 from lsgd_jax._src.exchange import parts
-from lsgd_jax._src.trees import Tree, zeros
+from lsgd_jax._src.exchange.transaction import with_schedules_of
+from lsgd_jax._src.trees import Tree, all_finite, where, zeros
 
 
 class Outer(NamedTuple):
@@ -136,7 +137,10 @@ def _moved(
     optimizer: optax.GradientTransformationExtraArgs, outer: Outer, delta: Tree, turn: Any
 ) -> Outer:
     step, state = optimizer.update(delta, outer.state, outer.anchor, turn=turn)
-    return Outer(optax.apply_updates(outer.anchor, step), state)
+    after = Outer(optax.apply_updates(outer.anchor, step), state)
+    # A turn whose result is not finite changes nothing, and the next one works again.
+    before = with_schedules_of(after, outer)
+    return where(all_finite(after), after, before)
 
 
 class DelayedNesterovState(NamedTuple):

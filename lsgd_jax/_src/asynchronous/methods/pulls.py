@@ -20,6 +20,7 @@ from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
 from lsgd_jax._src.shared import is_shared
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +251,16 @@ class _Compiled:
     ) -> Any:
         mine = parts.select(pull.part, trees.floats(y))
         still = trees.zeros(mine)
-        u, state, restored = alone(
-            lambda: kernel.land(pull, mine, still, target, state, is_finite, t), *self._grid
-        )
+
+        def land() -> Any:
+            here = target
+            if pull.delay:  # y has moved since
+                group = Group(pull.rule.axes)
+                huge = kernel.is_huge(pull, group, mine, state)
+                here = target._replace(is_huge=huge)
+            return kernel.land(pull, mine, still, here, state, is_finite, t)
+
+        u, state, restored = alone(land, *self._grid)
         moved = trees.apply_updates(mine, u)
         moved = parts.put_back(pull.part, moved, trees.floats(y))
         moved = constrained(trees.refill(moved, y), self._sharding)
