@@ -415,19 +415,16 @@ def send(
     before = state.rule, state.wire
     after = _in_the_form_of(state.rule, rule), group.kept if pull.is_narrow else ()
     if group.is_delayed:
-        rule, wire_state = committed_by_element(before, after)
+        # Whether all of the target is finite is asked when it lands, see `arrived`.
+        rule, wire_state = committed_by_element(before, after, found)
+        is_whole = False
     else:
         is_sound = jnp.isfinite(pull.weight(t))
         found, rule, wire_state = committed(before, after, z, y, found, is_sound)
-
-    is_dropped = counts & ~found
-    in_a_row = state.dropped_in_a_row + is_dropped.astype(jnp.int32)
+        is_whole = found
+    state = _counted(state, counts & ~found, is_whole)
     state = state._replace(
-        dropped=state.dropped + is_dropped.astype(jnp.int32),
-        dropped_in_a_row=jnp.where(found, 0, in_a_row),
-        rule=rule,
-        wire=wire_state,
-        traffic=state.traffic.sent(group.bytes_sent),
+        rule=rule, wire=wire_state, traffic=state.traffic.sent(group.bytes_sent)
     )
     if pull.verify and pull.rule.is_common:
         state = state._replace(agreement=state.agreement.after(z, found))
@@ -453,14 +450,35 @@ def is_huge(pull: Pull, group: Group, y: Tree, state: PullState) -> Array:
     y: the leaves of the pull's part.
     """
     fits = pull.rule.summable(group, y, state)
-    return ~jnp.asarray(fits) & trees.all_finite(y)
+    if fits is True:
+        return jnp.asarray(False)
+    return ~fits & trees.all_finite(y)
 
 
-def landing_target(pull: Pull, y: Tree, state: PullState) -> Target:
-    """Returns the target of a delayed pull, which lands on y."""
-    state = placed(pull, state, to_device)
-    pending: Any = state.pending
-    return pending.target(is_huge(pull, _group(pull), y, state))
+def arrived(
+    pull: Pull, y: Tree, state: PullState, is_finite: Array, t: Array
+) -> tuple[Target, PullState]:
+    """Returns the target of a delayed pull, and counts it if it is dropped.
+
+    Args:
+      pull: a pull with a delay.
+      y: the leaves of the pull's part, which have moved since the agreement.
+      state: the pull's state.
+      is_finite, t: see `land`.
+    """
+    on_device = placed(pull, state, to_device)
+    pending: Any = on_device.pending
+    target = pending.target(is_huge(pull, _group(pull), y, on_device))
+    is_whole = trees.all_finite(target.z) & jnp.isfinite(pull.weight(t))
+    is_dropped = is_finite & target.found & ~is_whole
+    return target, _counted(state, is_dropped, target.found & is_whole)
+
+
+def _counted(state: PullState, is_dropped: Array, is_whole: Array | bool) -> PullState:
+    """Returns the state after an exchange that was dropped, or had a whole target."""
+    one_more = is_dropped.astype(jnp.int32)
+    in_a_row = jnp.where(is_whole, 0, state.dropped_in_a_row + one_more)
+    return state._replace(dropped=state.dropped + one_more, dropped_in_a_row=in_a_row)
 
 
 def send_pending(

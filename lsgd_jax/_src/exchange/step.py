@@ -239,7 +239,7 @@ class Step:
         state = before
         y = own.packing.unpack(own.position(us))
         if pull.delay:
-            target = kernel.landing_target(pull, y, state)
+            target, state = kernel.arrived(pull, y, state, takes_part, self._common)
         else:
             round = self._turns[k].round
             target, state, self._sent[k] = kernel.send(

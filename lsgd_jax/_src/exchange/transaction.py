@@ -58,11 +58,13 @@ def committed(
     return found & commits_own, rule, wire
 
 
-def committed_by_element(before: Tree, after: Tree) -> Tree:
+def committed_by_element(
+    before: tuple[Any, Any], after: tuple[Any, Any], found: Array
+) -> tuple[Any, Any]:
     """Returns the states after an exchange, without the elements that are not finite.
 
     It is for a message that travels beside a gradient: XLA would let the gradient wait for
-    a test of all elements.
+    a test of all elements. See `committed`.
     """
 
     def chosen(old: Array, new: Array) -> Array:
@@ -70,7 +72,11 @@ def committed_by_element(before: Tree, after: Tree) -> Tree:
             return new
         return lax.select(jnp.isfinite(new), new, old.astype(new.dtype))
 
-    return jax.tree.map(chosen, before, after)
+    rule, wire = jax.tree.map(chosen, before, after)
+    if wire:
+        reference = trees.where(found, wire.reference, before[1].reference)
+        wire = wire._replace(reference=reference)
+    return rule, wire
 
 
 def _in_common(rule: Any, wire: Any) -> Tree:

@@ -48,9 +48,7 @@ DROPPED = {
         2, optax.chain(optax.scale_by_schedule(nan_at(0, -0.5))), wire="int8"
     ),
     "parle": lj.parle(0.1, 2, outer_learning_rate=nan_at(2, 0.1)),
-    "in fragments": lj.exchange(
-        lj.Pull(lj.rules.average(), nan_at(2, 1.0), every=2, part=["0"])
-    ),
+    "a part": lj.exchange(lj.Pull(lj.rules.average(), nan_at(2, 1.0), every=2, part=["0"])),
 }
 DROPPED_FAST = ["diloco, a rate that divides by 0", "easgd, beta", "pull, lambda", "int8"]
 
@@ -99,6 +97,17 @@ def test_slowmo_goes_on_where_the_learning_rate_is_0(rate):
         momentum = 0.5 * momentum + (delta / eta if eta else 0)
         np.testing.assert_allclose(seen[t - 1], [a, a], rtol=1e-5)
     assert not lj.diagnostics(state)[0].dropped.any()
+
+
+def test_beside_a_gradient_a_target_that_is_not_finite_is_counted_when_it_lands():
+    tx = lj.diloco(2, optax.scale_by_schedule(nan_at(0, -0.5)), delay=1)
+    seen, state = train(tx, WORKERS, START, [MOVES] * 2)
+    np.testing.assert_array_equal(seen[1], START + 2 * MOVES)
+    assert lj.diagnostics(state)[0].dropped_in_a_row.tolist() == [1, 1]
+    seen, state = train(tx, WORKERS, seen[1], [MOVES] * 2, state=state)
+    (pull,) = lj.diagnostics(state)
+    assert pull.dropped.tolist() == [1, 1] and not pull.dropped_in_a_row.any()
+    np.testing.assert_array_equal(seen[1][0], seen[1][1])
 
 
 OUTER = {"adam": optax.adam(0.1), "rmsprop": optax.rmsprop(0.1)}
