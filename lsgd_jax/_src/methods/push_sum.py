@@ -57,8 +57,8 @@ def sgp(
     with u the update, w the push-sum weight (1 at first), s the numerator and P the mixing
     matrix of the exchange's round: P_ij = 1 / (out-degree of j + 1) for i = j and every i
     that j sends to, or the `weights` of `from_edges`. The parameters x that a user
-    sees are the de-biased ones. Out-degrees and weights may differ between workers and
-    between steps (`Topology.then`). Σ s and Σ w are conserved.
+    sees are the de-biased ones. Out-degrees and weights may differ between workers, and
+    between steps in a graph of several rounds. Σ s and Σ w are conserved.
 
     A worker whose x + u or loss is not finite sends neither numerator nor weight. It takes
     what its neighbors sent whole and keeps its weight.
