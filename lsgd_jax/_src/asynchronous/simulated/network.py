@@ -134,7 +134,7 @@ class Network:
 
 def _square(between: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     """Returns the bandwidths between nodes, of lists or an array, as tuples of floats."""
-    rows = tuple(tuple(np.ravel(row).tolist()) for row in between)
+    rows = tuple(tuple(np.ravel(row).astype(float).tolist()) for row in between)
     for here, row in enumerate(rows):
         others = [rate for there, rate in enumerate(row) if there != here]
         if len(row) != len(rows) or not all(rate > 0 for rate in others):
