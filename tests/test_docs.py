@@ -162,19 +162,9 @@ def test_links_lead_somewhere(page):
 
 def test_the_reference_names_each_public_name_once():
     """A change of these pages is a change of the API and belongs in CHANGELOG.md."""
-    modules = lj, lj.asynchronous, lj.asynchronous.simulator, lj.asynchronous.ray_engine
     public = {
         f"{module.__name__}.{name}"
-        for module in (
-            *modules,
-            lj.aot,
-            lj.checks,
-            lj.contrib,
-            lj.layouts,
-            lj.robust,
-            lj.rules,
-            lj.topology,
-        )
+        for module in public_modules()
         for name, x in vars(module).items()
         if not name.startswith("_") and not isinstance(x, types.ModuleType)
         if name not in ("Any", "TYPE_CHECKING")
@@ -189,6 +179,32 @@ def test_the_reference_names_each_public_name_once():
             else:
                 documented[f"{module}.{name}"] += 1
     assert documented == dict.fromkeys(public, 1)
+
+
+def public_modules():
+    asynchronous = lj.asynchronous, lj.asynchronous.simulator, lj.asynchronous.ray_engine
+    others = lj.aot, lj.checks, lj.contrib, lj.layouts, lj.robust, lj.rules, lj.topology
+    return (lj, *asynchronous, *others)
+
+
+def has_member(made, name):
+    described = re.findall(r"\w+", made.__doc__ or "")  # attributes of instances
+    return hasattr(made, name) or name in {
+        *described,
+        *getattr(made, "__annotations__", ()),
+    }
+
+
+def test_pages_and_docstrings_name_only_members_that_exist():
+    public = [thing for module in public_modules() for thing in vars(module).items()]
+    classes = {name: x for name, x in public if isinstance(x, type)}
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names removed ones
+    missing = set()
+    for path in (*pages, *(ROOT / "lsgd_jax").rglob("*.py")):
+        for name, member in re.findall(r"`(?:\w+\.)*([A-Z]\w+)\.(\w+)`", path.read_text()):
+            if name in classes and not has_member(classes[name], member):
+                missing.add(f"{name_of(path)}: {name}.{member}")
+    assert not missing
 
 
 def test_the_table_of_exit_statuses_has_them_all():

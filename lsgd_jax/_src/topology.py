@@ -77,6 +77,12 @@ class Topology:
         return np.diagonal(self.mixing, axis1=1, axis2=2)
 
     @functools.cached_property
+    def taken(self) -> np.ndarray:
+        """The sum of the shares that each worker takes of others: float [rounds, W]."""
+        others = ~np.eye(self.num_workers, dtype=bool)
+        return np.sum(self.mixing, axis=2, where=others)
+
+    @functools.cached_property
     def given(self) -> np.ndarray:
         """The share that each worker sends along each permutation of a round.
 

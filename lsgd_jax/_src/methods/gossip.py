@@ -96,6 +96,12 @@ def share(group: Group, topology: Topology, dtype: Any) -> Array:
     return jnp.asarray(topology.kept, dtype)[r, group.index]
 
 
+def taken_share(group: Group, topology: Topology, dtype: Any) -> Array:
+    """Σ_{j≠i} P_ij, the shares of others that worker i takes in this round: a scalar."""
+    r = group.round_of(len(topology.rounds))
+    return jnp.asarray(topology.taken, dtype)[r, group.index]
+
+
 def turns_on(graph: Callable[[int], Topology]) -> Callable[[int], tuple[int, ...]]:
     """Returns `Rule.turns` of a graph; rounds are equal in their edges and weights."""
 

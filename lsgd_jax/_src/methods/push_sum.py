@@ -6,16 +6,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
-from lsgd_jax._src.methods.gossip import blend, send, share, turns_on, weight_dtype
+from lsgd_jax._src.methods.gossip import (
+    blend,
+    send,
+    share,
+    taken_share,
+    turns_on,
+    weight_dtype,
+)
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, exponential, for_group
-from lsgd_jax._src.trees import Tree, widened, zeros
+from lsgd_jax._src.trees import Tree, all_finite, widened
 
 
 class PushSumState(NamedTuple):
@@ -25,7 +33,8 @@ class PushSumState(NamedTuple):
       weight: w, scalar in float32 at least, its push-sum weight; 1 at first; per worker.
       in_flight: messages on their way to this worker, the next one first: pairs of a
         numerator (a tree like the parameters, in float32 at least) and a weight; per
-        worker; empty without a delay.
+        worker; empty without a delay. At first the start with weight 1, of which the worker
+        takes its in-neighbors' shares when it lands.
     """
 
     weight: Array
@@ -57,8 +66,8 @@ def sgp(
     with u the update, w the push-sum weight (1 at first), s the numerator and P the mixing
     matrix of the exchange's round: P_ij = 1 / (out-degree of j + 1) for i = j and every i
     that j sends to, or the `weights` of `from_edges`. The parameters x that a user
-    sees are the de-biased ones. Out-degrees and weights may differ between workers and
-    between steps (`Topology.then`). Σ s and Σ w are conserved.
+    sees are the de-biased ones. Out-degrees and weights may differ between workers, and
+    between steps in a graph of several rounds. Σ s and Σ w are conserved.
 
     A worker whose x + u or loss is not finite sends neither numerator nor weight. It takes
     what its neighbors sent whole and keeps its weight.
@@ -99,9 +108,15 @@ def osgp(
 
     and likewise for the weights without u; then x = s / w. x and w are those before the
     step, u is the update and σ the `staleness`: with σ = 1 messages carry the parameters
-    before this step's gradient, with σ = 2 those of the step before, …. Messages in flight
-    carry numerator and weight. Σ s and Σ w, these included, are conserved. Everything else
-    is as in `sgp`.
+    before this step's gradient, with σ = 2 those of the step before, …. In the first σ - 1
+    steps, r < 1, the worker's own start with the weight P_ij(t) arrives in their place, as
+    if shares of the common start had been in flight. On a balanced graph w is therefore 1
+    from the first step on, where all rounds leave a worker the same share P_ii.
+
+    Messages in flight carry numerator and weight. Σ s and Σ w, these included, are
+    conserved. Messages follow no gradient, so in the long run workers of weight 1 move by
+    1 / (1 + (σ - 1) (1 - P_ii)) times their mean update in a step. Everything else is as in
+    `sgp`.
 
     Args:
       topology: any graph, or a function of W that builds it.
@@ -141,10 +156,12 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     graph = for_group(topology)
 
     def init(params: Tree) -> PushSumState:
-        nothing = zeros(params)
-        dtype = weight_dtype(params)
-        in_flight = tuple((nothing, jnp.zeros([], dtype)) for _ in range(staleness - 1))
-        return PushSumState(jnp.ones([], dtype), in_flight)
+        one = jnp.ones([], weight_dtype(params))
+        if staleness < 2:
+            return PushSumState(one, ())
+        start = widened(params), one
+        start = trees.where(all_finite(params), start, jax.tree.map(jnp.zeros_like, start))
+        return PushSumState(one, (start,) * (staleness - 1))
 
     def step(u, x, state, loss, t):
         return jax.tree.map(lambda u: u / state.weight.astype(u.dtype), u), state, True
@@ -153,7 +170,13 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
         here, w = graph(group.size), state.weight
         traveling = x if staleness else y
         *sent, error = send(group, traveling, w, takes_part, here)
-        (sums, mass), *in_flight = (*state.in_flight, (sent[0], sent[1]))
+        arrives, *in_flight = (*state.in_flight, (sent[0], sent[1]))
+        if staleness > 1:
+            # The first messages are the start, whole: init does not know the graph.
+            is_start = group.exchange_number < staleness
+            taken = jnp.where(is_start, taken_share(group, here, w.dtype), 1)
+            arrives = jax.tree.map(lambda x: taken.astype(x.dtype) * x, arrives)
+        sums, mass = arrives
         kept = share(group, here, w.dtype) * w
         z = blend(traveling, jnp.where(takes_part, kept, 0), sums, mass, error, w - kept)
         weight = jnp.where(takes_part, kept, w) + mass

@@ -18,7 +18,7 @@ from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
-KEPT = 16  # messages that a worker leaves for others before it forgets the first
+KEPT = 16  # messages for others, at least, before the first one is forgotten
 CONTRIBUTED = 4  # means whose contribution it remembers
 GONE = "gone"  # the answer to a fetch of a message that is forgotten
 
@@ -45,6 +45,7 @@ class Mailbox:
         self.wire, self._index = Wire.of(wire), index
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
+        self._kept = KEPT
         self._readers: dict[Hashable, int] = {}  # fetches left
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
         self._contributed: OrderedDict[int, tuple[Snapshot, Snapshot, Tree]]
@@ -94,6 +95,10 @@ class Mailbox:
         arrives = unpack(packed)
         return packed, arrives, combined(operator.sub, owed, arrives)
 
+    def keep(self, messages: int) -> None:
+        """Keeps at least so many messages before it forgets the first."""
+        self._kept = max(self._kept, messages)
+
     def post(self, key: Hashable, content: Any, readers: int | None = None) -> None:
         """Leaves a content for peers to fetch; forgets the oldest one if there are many.
 
@@ -106,7 +111,7 @@ class Mailbox:
             self._posted[key] = content
             if readers is not None:
                 self._readers[key] = readers
-            while len(self._posted) > KEPT:
+            while len(self._posted) > self._kept:
                 self.drop(next(iter(self._posted)))
             self._tell(key)
 
@@ -116,7 +121,7 @@ class Mailbox:
             self._posted.pop(key, None)
             self._readers.pop(key, None)
             self._forgotten[key] = None
-            while len(self._forgotten) > 100 * KEPT:
+            while len(self._forgotten) > 100 * self._kept:
                 self._forgotten.popitem(last=False)
 
     def moved(self, last: bool = False) -> Tree:

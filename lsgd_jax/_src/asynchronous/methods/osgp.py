@@ -1,12 +1,13 @@
 """Overlap SGP: push-sum gossip beside the steps, which is D-PSGD on balanced graphs."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.engine.contents import Snapshot, combined
+from lsgd_jax._src.asynchronous.engine.contents import Snapshot, combined, on_host
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.driver import (
     Driver,
@@ -37,12 +38,27 @@ class OSGP(FreeRunning):
 
     P is the mixing matrix of the graph's round of the message's step. A worker waits for
     messages of step t at the end of its step t + σ - 1, with σ the `staleness`, so
-    neighbors are never more than σ steps apart. Σ w and Σ w x over all workers and all
-    messages in flight change by the updates only.
+    neighbors are never more than σ steps apart.
 
-    With σ = 1 the numbers are those of `lsgd_jax.osgp` in lock step. With a doubly
-    stochastic P, such as that of a `ring`, w is 1 after every step, and the numbers are
-    those of `lsgd_jax.dpsgd`.
+    A message of step t that has not arrived at the end of step t is late. Until it arrives,
+    a loan of the same share stands in for it:
+
+    .. math::
+      w_i \leftarrow w_i + P_{ij}, \qquad
+      x_i \leftarrow x_i + \frac{P_{ij}}{w_i} (\tilde x_i - x_i)
+
+    with :math:`\tilde x_i` the common start in the first σ - 1 steps, and then the worker's
+    own parameters before the step. Later messages that are late take over the loans of
+    those that have arrived. When fewer are late, :math:`w_i` is reduced by what is left.
+    Without loans w would halve in each step without a message, and updates are divided by
+    it. Σ w over all workers and all messages in flight, less the loans, never changes.
+    Σ w x changes by the updates and the loans only.
+
+    With σ = 1 nothing is ever late, and the numbers are those of `lsgd_jax.osgp` in lock
+    step. With messages that all take σ - 1 steps they are, too, if P takes as much from
+    neighbors in each step. With a doubly stochastic P that leaves the worker the same share
+    in each step, such as that of a `ring`, w is 1 after every step, and with σ = 1 the
+    numbers are those of `lsgd_jax.dpsgd`.
 
     A neighbor that does not answer is not asked until it takes part again. In the meantime
     it counts as one with this worker's parameters and a weight of 1. A
@@ -78,7 +94,6 @@ class OSGP(FreeRunning):
         return OSGPWorker(self, worker, steps)
 
 
-RECENT = 8  # steps
 NOTHING = Snapshot((), 0.0)  # the message of a worker without x
 
 
@@ -95,6 +110,10 @@ class OSGPWorker(Driver):
         self._rounds = np.asarray(graph.round_at(jnp.arange(1, steps + 1)))
         self.patience, self._workers = method.staleness, workers
         self.weight = np.float32(1)
+        self._lent = 0.0  # the weight that stands in for messages that are late
+        self._start: Tree = None  # the common start, as long as it is lent
+        self._unread = most_unread(self._mixing, worker.index, method.staleness)
+        self.transport.mailbox.keep(self._unread)
         self._has_x = True  # False from a step that is not finite until a message lands
         self._error: Tree = None  # the quantization error of what this step gives away
 
@@ -102,11 +121,14 @@ class OSGPWorker(Driver):
         """Lands the last messages."""
         for slot in sorted(self.in_flight):
             await self.land(slot)
+        self._settle()
 
     def ask(self) -> None:
         """Sends the message of the step and asks for those of the in-neighbors."""
         t, me, status = self.worker.count + 1, self.worker.index, self.worker.status
         mixing, self._error = self._mixing[self._rounds[t - 1]], None
+        if t == 1 and self.patience > 1:
+            self._start = self.worker.on_host()
         if readers := len(self._neighbors(mixing[:, me])):
             message = NOTHING
             if self._has_x:
@@ -137,11 +159,49 @@ class OSGPWorker(Driver):
         if self._error is not None and self._has_x:
             self.shift(combined(lambda e: e / self.weight, self._error))
 
+    async def done(self) -> None:
+        """Lends for what is late."""
+        if self.worker.count >= self.patience:
+            self._start = None  # the messages of the first step have arrived
+        self._settle()
+
+    def _settle(self) -> None:
+        """Makes the loans equal to the shares of the messages in flight."""
+        due = sum(self._share(request) for request in self.in_flight.values())
+        if math.isclose(due, self._lent, rel_tol=1e-6, abs_tol=1e-6):
+            return
+        if due > self._lent:
+            self._lend(due - self._lent)
+        else:
+            self._pay_back(self._lent - due)
+
+    def _lend(self, late: float) -> None:
+        """Adds parameters from before the step in place of messages, to a finite x."""
+        before = on_host(self.worker.x) if self._start is None else self._start
+        weight = self.weight + late
+        if self._has_x and self.pull(before, late / weight, is_finite=True):
+            self.weight = weight
+            self._lent += late
+
+    def _pay_back(self, excess: float) -> None:
+        """Takes weight away, and leaves x as it is.
+
+        It is all of the excess if w is 1 without loans. A smaller w stays positive, and the
+        rest is paid in later steps.
+        """
+        paid = min(excess, float(self.weight) * excess / (1 + excess))
+        self.weight -= paid
+        self._lent -= paid
+
+    def _share(self, request: InFlight) -> float:
+        """Returns the share P_ij of the message for which a request waits."""
+        mixing = self._mixing[self._rounds[request.since]]
+        return float(mixing[self.worker.index, request.peer])
+
     async def land(self, slot: int = 0) -> None:
         """Waits for a message and adds it."""
         request = self.in_flight[slot]
-        mixing = self._mixing[self._rounds[request.since]]
-        share = float(mixing[self.worker.index, request.peer])
+        share = self._share(request)
         message = await self.answer(slot)
         if message is None:
             self.weight += share
@@ -159,7 +219,40 @@ class OSGPWorker(Driver):
     def take_over(self, state: Any) -> None:
         """Continues from another worker's weight."""
         super().take_over(state)
-        self._has_x, self._error, count = True, None, self.worker.count
-        for t in range(max(1, count - RECENT + 1), count + 1):
-            # Workers that are some steps behind do not wait for what it never sends.
+        self._has_x, self._error = True, None
+        self._lent, self._start = 0.0, None  # nothing is in flight any more
+        count = self.worker.count
+        for t in range(max(1, count - self._unread + 1), count + 1):
+            # Workers that are behind do not wait for what it never sends.
             self.transport.mailbox.post(("gossip", t), NOTHING)
+
+
+def most_unread(mixing: np.ndarray, index: int, staleness: int) -> int:
+    """Returns how many messages of a worker can be unread at a time.
+
+    A worker waits for messages that are σ steps old, and each of the m rounds has other
+    edges, so it is at most σ + m - 1 steps ahead of an in-neighbor. It is ahead of a reader
+    of its messages by at most as many times this as a path from the reader back to it has
+    edges. Requests of the reader's last σ steps can still be on their way.
+
+    Args:
+      mixing: the mixing matrices P, [m, W, W].
+      index: of the worker.
+      staleness: σ.
+
+    >>> import lsgd_jax as lj
+    >>> ring = lj.topology.from_edges([[(0, 1), (1, 2), (2, 3), (3, 0)]])
+    >>> most_unread(ring.mixing, index=0, staleness=1)
+    5
+    """
+    joined = mixing.max(axis=0) > 0  # [to, from]
+    readers = np.flatnonzero(joined[:, index])
+    reached = np.arange(len(joined)) == index
+    edges = 0
+    while not reached[readers].all():
+        further = reached | joined[reached].any(axis=0)
+        if (further == reached).all():
+            break  # no path: nothing keeps the worker from going on
+        reached = further
+        edges += 1
+    return edges * (staleness + len(mixing) - 1) + staleness + 1

@@ -2,9 +2,14 @@
 
 import asyncio
 import concurrent.futures
+import math
 import selectors
+import time
 from collections.abc import Coroutine
 from typing import Any
+
+
+RESOLUTION = time.get_clock_info("monotonic").resolution  # seconds
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -39,7 +44,12 @@ class _Clock(selectors.SelectSelector):
         if timeout is None:
             raise RuntimeError("all workers wait for each other, and no timer is set")
         # No task is ready before this time, so nothing is missed by going there at once.
-        self._loop.now += max(timeout, 0.0)
+        now = self._loop.now + max(timeout, 0.0)
+        # asyncio runs the timers that are due before `now + RESOLUTION`. After 2^24 s this
+        # sum is rounded to `now`, so that none would ever be due.
+        if now + RESOLUTION == now:
+            now = math.nextafter(now, math.inf)
+        self._loop.now = now
         return []
 
 

@@ -10,13 +10,14 @@ import numpy as np
 
 SMALL = 4096  # bytes; messages up to this size take no bandwidth
 SOON = 1e-9  # seconds; a transfer that ends within them ends now
+ROUNDINGS = 4  # of the clock; so does one that ends within them
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
     """The links between nodes, and between the workers of a node; all full duplex.
 
-    Bandwidths may be inf, both at once: then only latencies take time.
+    On a link whose bandwidth is inf only latencies take time.
 
     Args:
       bandwidth: bytes per second of a node's link, in each direction.
@@ -25,8 +26,9 @@ class Network:
       inside_latency: seconds from worker to worker inside a node.
       overhead: seconds of software around a message of more than 4 KiB, at its sender.
       coordinator: seconds in which the coordinator serves a call, one after the other.
-      between: bytes per second from each node to each other one, in place of `bandwidth`,
-        which is then only that of sums on idle links. The diagonal does not count.
+      between: bytes per second from each node to each other one, [nodes, nodes], in place
+        of `bandwidth`, which is then only that of sums on idle links. The diagonal may be
+        anything.
 
     Raises:
       ValueError: a bandwidth that is not positive, a time that is negative, bandwidths
@@ -53,16 +55,7 @@ class Network:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"`{name}` must be positive, got {name}={value}")
-        if math.isinf(self.bandwidth) != math.isinf(self.inside_bandwidth):
-            raise ValueError(
-                "`bandwidth` and `inside_bandwidth` must both be inf or none, got "
-                f"bandwidth={self.bandwidth}, inside_bandwidth={self.inside_bandwidth}"
-            )
-        if any(len(row) != len(self.between) or min(row) <= 0 for row in self.between):
-            raise ValueError(
-                "`between` must be a square of positive bandwidths, got "
-                f"between={self.between}"
-            )
+        object.__setattr__(self, "between", _square(self.between))
         for name in ("latency", "inside_latency", "overhead", "coordinator"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -111,7 +104,7 @@ class Network:
             self,
             bandwidth=times(self.bandwidth),
             inside_bandwidth=times(self.inside_bandwidth),
-            between=[[*map(times, row)] for row in self.between],
+            between=[[times(rate) for rate in row] for row in self.between],
         )
 
     def delay(self, is_inside: bool, size: float = 0.0) -> float:
@@ -137,6 +130,19 @@ class Network:
     def software(self, size: float) -> float:
         """Returns the seconds of software around a message of this size."""
         return self.overhead if size > SMALL else 0.0
+
+
+def _square(between: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """Returns the bandwidths between nodes, of lists or an array, as tuples of floats."""
+    rows = tuple(tuple(np.ravel(row).astype(float).tolist()) for row in between)
+    for here, row in enumerate(rows):
+        others = [rate for there, rate in enumerate(row) if there != here]
+        if len(row) != len(rows) or not all(rate > 0 for rate in others):
+            raise ValueError(
+                "`between` must be a square of bandwidths that are positive off its "
+                f"diagonal, got between={between}"
+            )
+    return rows
 
 
 def _ethernet(gigabits: float, latency: float) -> Network:
@@ -206,41 +212,57 @@ class Links:
 
     async def send(self, source: int, target: int, size: float, limit: float) -> bool:
         """Returns True once a message has arrived, or False at the time `limit`."""
-        if size <= SMALL or math.isinf(self.network.bandwidth):
-            if size > SMALL and not self.is_inside(source, target):
-                self.sent[source // self._locals] += size
-            delay = self.network.delay(self.is_inside(source, target), size)
-            return await asyncio.sleep(delay, True)
-        (arrived,) = self._begin([(source, target)], size, limit)
+        pairs = [(source, target)]
+        self._count(pairs, size)
+        rate = self._rate(source, target)
+        latency = self._latency(pairs, size)
+        if size <= SMALL or math.isinf(rate):
+            return await asyncio.sleep(latency + size / rate, True)
+        (arrived,) = self._begin(pairs, size, limit, latency)
         return await arrived
 
     async def circulate(self, group: Sequence[int], size: float, limit: float) -> bool:
         """Returns True once a group has summed vectors of this size; False at `limit`."""
         pairs = list(zip(group, [*group[1:], group[0]]))
         rounds, each = Network.ring(len(group), size)
-        if each <= SMALL or math.isinf(self.network.bandwidth):
-            return await asyncio.sleep(max(rounds, 1) * self._latency(pairs, each), True)
-        return all(await asyncio.gather(*self._begin(pairs, each, limit, rounds)))
+        self._count(pairs, each)
+        latency = rounds * self._latency(pairs, each)
+        flowing = [pair for pair in pairs if not math.isinf(self._rate(*pair))]
+        if each <= SMALL or not flowing:
+            return await asyncio.sleep(latency, True)
+        return all(await asyncio.gather(*self._begin(flowing, each, limit, latency)))
 
     def _begin(
-        self, pairs: list[tuple[int, int]], size: float, limit: float, rounds: int = 1
+        self, pairs: list[tuple[int, int]], size: float, limit: float, latency: float
     ) -> list[asyncio.Future]:
-        """Starts a flow for each (source, target), after the latency of some rounds."""
-        loop, flows = asyncio.get_running_loop(), list[tuple]()
-        for source, target in pairs:
-            here, there = source // self._locals, target // self._locals
-            if here == there:
-                first = 2 * self._nodes
-                links = first + source, first + self._workers + target
-            else:
-                self.sent[here] += size
-                links = here, self._nodes + there
-                if self.network.between:
-                    last = len(self._capacity) - 1
-                    links = last - self._nodes**2 + here * self._nodes + there, last
-            flows.append((links, (source, target), size, 0.0, limit, loop.create_future()))
-        loop.call_later(rounds * self._latency(pairs, size), self._add, flows)
+        """Starts a flow for each (source, target), after a latency."""
+        loop = asyncio.get_running_loop()
+        flows = list[tuple]()
+        for pair in pairs:
+            flows.append((self._links(*pair), pair, size, 0.0, limit, loop.create_future()))
+        loop.call_later(latency, self._add, flows)
         return [arrived for *_, arrived in flows]
+
+    def _count(self, pairs: list[tuple[int, int]], size: float) -> None:
+        """Counts a message for each (source, target) that leaves its node."""
+        for source, target in pairs:
+            if not self.is_inside(source, target):
+                self.sent[source // self._locals] += size
+
+    def _rate(self, source: int, target: int) -> float:
+        """Returns the bytes per second between two workers on idle links."""
+        return float(self._capacity[[*self._links(source, target)]].min())
+
+    def _links(self, source: int, target: int) -> tuple[int, int]:
+        """Returns the two links that a message takes, as indices of `_capacity`."""
+        here, there = source // self._locals, target // self._locals
+        if here == there:
+            first = 2 * self._nodes
+            return first + source, first + self._workers + target
+        if self.network.between:
+            last = len(self._capacity) - 1
+            return last - self._nodes**2 + here * self._nodes + there, last
+        return here, self._nodes + there
 
     def _latency(self, pairs: list[tuple[int, int]], size: float) -> float:
         """Returns the longest seconds of messages besides those on the links."""
@@ -263,11 +285,13 @@ class Links:
         """Advances the flows to this time, and waits until the next one ends."""
         if turn != self._turn:
             return
-        now, flows = asyncio.get_running_loop().time(), self._flows
+        now = asyncio.get_running_loop().time()
+        soon = max(SOON, ROUNDINGS * math.ulp(now))  # otherwise `now + soon` may be `now`
+        flows = self._flows
         flows["left"] -= flows["rate"] * (now - self._last)
         self._last = now
-        arrived = flows["left"] <= flows["rate"] * SOON
-        ended = arrived | (flows["limit"] <= now + SOON)
+        arrived = flows["left"] <= flows["rate"] * soon
+        ended = arrived | (flows["limit"] <= now + soon)
         for future, has_arrived in zip(flows["arrived"][ended], arrived[ended]):
             if not future.done():  # its worker may have failed
                 future.set_result(bool(has_arrived))

@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+import pytest
 
 from lsgd_jax._src.asynchronous.engine.mailbox import CONTRIBUTED, GONE, KEPT, Mailbox
 
@@ -56,14 +57,17 @@ def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
     assert Mailbox().contribution(1) is None
 
 
-def test_the_oldest_posts_are_forgotten_and_fetches_say_so():
+@pytest.mark.parametrize("asked, kept", [(0, KEPT), (1, KEPT), (KEPT + 5, KEPT + 5)])
+def test_the_oldest_posts_are_forgotten_and_fetches_say_so(asked, kept):
     mailbox = Mailbox()
+    mailbox.keep(asked)
     assert mailbox.fetch(0) is None
-    for key in range(KEPT + 1):
+    for key in range(kept):
         mailbox.post(key, vector(key, key + 1))
-    assert mailbox.fetch(0) == GONE and mailbox.fetch(KEPT, slice(1, 2)).tolist() == [
-        KEPT + 1
-    ]
+    assert mailbox.fetch(0).tolist() == [0, 1]
+    mailbox.post(kept, vector(kept, kept + 1))
+    assert mailbox.fetch(0) == GONE
+    assert mailbox.fetch(kept, slice(1, 2)).tolist() == [kept + 1]
     mailbox.drop(1)
     assert mailbox.fetch(1) == GONE
 

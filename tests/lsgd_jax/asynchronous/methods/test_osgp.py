@@ -1,11 +1,13 @@
 """Overlap SGP and D-PSGD among asynchronous workers: as in lock step, beside the steps."""
 
+import jax
 import numpy as np
 import pytest
 import toys
 
 import lsgd_jax as lj
 from lsgd_jax import topology as graph
+from lsgd_jax._src.asynchronous.methods.osgp import OSGPWorker
 from lsgd_jax._src.asynchronous.simulated.simulator import Simulation
 from lsgd_jax.asynchronous import LSGD, OSGP, Network, Pulls, Speeds, simulator
 
@@ -25,8 +27,9 @@ TURNS = graph.from_edges([[(0, 1), (0, 2), (2, 3)], [(1, 0), (3, 2), (3, 1)]])
         (OSGP(TURNS), lj.osgp(TURNS), 4, 0),
         # Messages of 1.5 steps land one step later.
         (OSGP(staleness=2), lj.osgp(staleness=2), 4, 0.75),
+        (OSGP(STAR, staleness=4), lj.osgp(STAR, staleness=4), 4, 1.75),
     ],
-    ids=["sgp", "ring", "star", "directed", "rounds", "stale"],
+    ids=["sgp", "ring", "star", "directed", "rounds", "stale", "stale-star"],
 )
 def test_it_equals_lock_step(method, in_lock_step, workers, latency):
     note, seen = toys.noting(lambda worker: worker.vector())
@@ -56,6 +59,16 @@ def test_nothing_is_lost_and_neighbors_stay_together(
     """Workers that take no steps of their own find the mean of their starts."""
     monkeypatch.setattr("zlib.crc32", lambda data: 0)  # so that they may start apart
     counts = np.zeros(4, int)
+    moved_by_loans = []
+    settle = OSGPWorker._settle
+
+    def noted(method):
+        sums = [method.weight * toys.position(method.worker)]
+        settle(method)
+        sums.append(method.weight * toys.position(method.worker))
+        moved_by_loans.append(sums[1] - sums[0])
+
+    monkeypatch.setattr(OSGPWorker, "_settle", noted)
 
     def note(worker):
         counts[worker.index] = worker.count
@@ -68,9 +81,27 @@ def test_nothing_is_lost_and_neighbors_stay_together(
     )
     weights = np.array([worker.method.weight for worker in workers])
     x = np.array([toys.position(worker) for worker in workers])
-    np.testing.assert_allclose(weights.sum(), 4, rtol=1e-6)
-    np.testing.assert_allclose(weights @ x, 0 + 1 + 2 + 3, rtol=1e-5)
-    np.testing.assert_allclose(x, 1.5, rtol=1e-3 if wire == "float32" else 0.03)
+    loans = sum(worker.method._lent for worker in workers)
+    np.testing.assert_allclose(weights.sum(), 4 + loans, rtol=1e-6)
+    total = 0 + 1 + 2 + 3 + sum(moved_by_loans)
+    np.testing.assert_allclose(weights @ x, total, rtol=1e-5)
+    assert (staleness == 1) == (total == 6)
+    np.testing.assert_allclose(
+        x, total / (4 + loans), rtol=1e-3 if wire == "float32" else 0.03
+    )
+
+
+def test_late_neighbors_neither_speed_a_worker_up_nor_are_forgotten():
+    """They are more than 16 steps late, the number of messages that any mailbox keeps."""
+    falling = toys.moving(toys.start(), lambda x, i: jax.tree.map(lambda x: 0 * x - 1, x))
+    note, seen = toys.noting(lambda worker: (worker.method.weight, toys.position(worker)))
+    method, seconds = OSGP(staleness=24), [1, 1, 1, 8]
+    workers = toys.simulate(falling, method, 1, 4, 40, seconds, observe=note, timeout=99)
+    for worker in workers:
+        weights, places = np.transpose(seen[worker.index])
+        np.testing.assert_allclose(weights, 1, rtol=1e-5)
+        assert len(places) == 40 and np.abs(np.diff(places, prepend=0)).max() < 3
+        assert worker.report.longest < 99  # it waits for the slow worker, and no timeout
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])

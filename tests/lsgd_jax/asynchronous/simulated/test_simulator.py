@@ -1,6 +1,7 @@
 """The simulator: the numbers of the methods, the times of the network, faults, seeds."""
 
 import asyncio
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -94,18 +95,26 @@ def test_runs_with_one_seed_are_bit_identical():
 # Times
 
 
-def transfers(*messages, stuck=None, limit=np.inf, network=NETWORK):
-    """When each message (begin, source, target, size) arrives; None if it does not."""
+def transfers(*messages, stuck=None, limit=np.inf, network=NETWORK, start=0.0, sent=()):
+    """When each message (begin, source, target, size) arrives; None if it does not.
+
+    start: seconds of the clock at time 0 of the messages.
+    sent: is compared with the bytes that have left each node.
+    """
 
     async def send(links, begin, source, target, size):
         await asyncio.sleep(begin)
         arrived = await links.send(source, target, size, limit)
-        return asyncio.get_running_loop().time() if arrived else None
+        return asyncio.get_running_loop().time() - start if arrived else None
 
     async def conduct():
         links = Links(network, nodes=2, locals=2)
         links.stuck |= {stuck} - {None}
-        return await asyncio.gather(*(send(links, *message) for message in messages))
+        await asyncio.sleep(start)
+        times = await asyncio.gather(*(send(links, *message) for message in messages))
+        if sent:
+            assert links.sent.tolist() == list(sent)
+        return times
 
     return run_virtual(conduct())
 
@@ -114,6 +123,9 @@ def test_a_message_takes_the_latency_and_its_bytes():
     assert transfers((0, 0, 2, 1e6)) == pytest.approx([1.001])
     assert transfers((0, 0, 1, 1e6)) == pytest.approx([0.2501])
     assert transfers((0, 0, 2, 1000)) == pytest.approx([0.002])
+    # Whatever its size, it counts where it leaves a node.
+    both = transfers((0, 0, 2, 1e6), (0, 1, 2, 100), (0, 0, 1, 1e6), sent=(1e6 + 100, 0))
+    assert both == pytest.approx([1.001, 0.0011, 0.2501])
     # Software takes time around what is large.
     busy = Network(1e6, 1e-3, overhead=0.01)
     both = transfers((0, 0, 2, 1e6), (2, 0, 2, 1000), network=busy)
@@ -135,6 +147,30 @@ def test_a_late_message_is_given_up_and_leaves_the_link():
     late, other = transfers((0, 0, 2, 1e6), (0, 1, 3, 0.2e6), limit=0.5)
     assert late is None and other == pytest.approx(0.401)
     assert transfers((0, 0, 2, 1e6), limit=2, stuck=2) == [None]
+
+
+@pytest.mark.parametrize("start", [2.0**24, 2.0**24 + 1 / 3, 1e9])
+def test_a_long_run_goes_on(start):
+    """A rounding of its clock, at last 10^-7 s, is longer than 10^-9 s."""
+    found = transfers((0, 0, 2, 1000), (0, 0, 2, 1e6), (0, 1, 3, 0.5e6), start=start)
+    assert found == pytest.approx([0.002, 1.501, 1.001], abs=1e-5)
+
+
+def test_bandwidths_may_differ_between_nodes_and_be_infinite():
+    pairs = np.array([[0, 1e6], [2e6, 0]])
+    both = (0, 0, 2, 1e6), (0, 2, 0, 1e6), (0, 0, 1, 1e6)
+    for bandwidth in (1.0, np.inf):  # of sums on idle links only
+        network = Network(bandwidth, 1e-3, np.inf, 1e-4, between=pairs)
+        assert transfers(*both, network=network) == pytest.approx([1.001, 0.501, 1e-4])
+    assert network == dataclasses.replace(network, between=pairs.tolist())
+    free = Network(np.inf, 1e-3, 4e6, 1e-4)
+    assert transfers(*both, network=free) == pytest.approx([1e-3, 1e-3, 0.2501])
+
+
+def test_a_sum_of_one_worker_takes_no_time():
+    begin = 4 * NETWORK.inside_latency  # twice to the coordinator and back
+    found = simulate(MEANS, nodes=1, locals=1, collectives=True)
+    assert found.seconds == pytest.approx(begin + 8 * 0.01)
 
 
 def test_an_all_reduce_is_a_ring_that_the_slowest_link_bounds():
@@ -212,7 +248,9 @@ def test_a_run_ends_at_a_given_time():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Network(1, 0, between=[[1, 2]]), "`between` must be a square of positive"),
+        (lambda: Network(1, 0, between=[[1, 2]]), "`between` must be a square of bandw"),
+        (lambda: Network(1, 0, between=[[1, 0], [1, 1]]), "positive off its diagonal"),
+        (lambda: Network(1, 0, between=[1, 2]), "`between` must be a square of bandwidths"),
         (lambda: Network(0, 1e-3), "`bandwidth` must be positive, got bandwidth=0"),
         (lambda: Network(1, -1), "`latency` must be at least 0, got latency=-1"),
         (lambda: Speeds(0.0), "`step` must be positive, got step=0.0"),
