@@ -15,7 +15,7 @@ T = TypeVar("T")
 Tree = Any
 Axes = str | tuple[str, ...]
 
-# The scope, in a compiled program, of messages that are sent only to repair a worker.
+# The scope, in a compiled program, of messages that are sent only if workers differ.
 REPAIR = "lsgd_repair"
 
 HOST = jax.memory.Space.Host

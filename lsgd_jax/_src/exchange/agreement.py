@@ -16,6 +16,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.exchange.branch import typed_alike
 from lsgd_jax._src.layouts import axes_by_dimension, known_axes, shard_by_shard
 from lsgd_jax._src.shared import REPAIR, Shared
 from lsgd_jax._src.trees import Tree
@@ -115,7 +116,10 @@ def common_start(group: Group, params: Tree) -> Tree:
             return trees.where(differ, found, start)
 
         # Under a `jax.vmap` a branch would become a `select` and always communicate.
-        start = lax.fori_loop(0, _of_any_row(differ).astype(jnp.int32), mean, start)
+        times = _of_any_row(differ).astype(jnp.int32)
+        start = jax.tree.map(lambda x: typed_alike(x, differ), start)
+        with jax.named_scope(REPAIR):
+            start = lax.fori_loop(0, times, mean, start)
         start = group.channel.known_equal(start)
     return jax.tree.map(trees.finite_part, start)
 

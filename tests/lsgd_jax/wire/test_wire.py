@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from lsgd_jax._src.wire.wire import LEVELS
 
 
 FORMATS = ("bfloat16", "int8", "int4")
+RULES = {"source": lj.rules.leader(("node", "local")), "mean": lj.rules.average()}
 
 
 def there_and_back(x, wire, seed=None):
@@ -198,6 +200,50 @@ def test_lsgd_and_diloco_by_hand(format):
     close(state.pulls[0].wire.error, e)
 
 
+BEGINS = ("together", "apart", "one at nan", "all huge", "one huge")
+FIRST = [(r, w, b) for r in ("source", "mean") for w in FORMATS for b in BEGINS]
+
+
+@pytest.mark.parametrize(
+    "method, format, begin", mostly_slow(FIRST, fast=[x for x in FIRST if x[1] == "int4"])
+)
+def test_the_first_exchange_rounds_differences_and_not_values(method, format, begin):
+    """All huge: an element of every worker; one huge: an element of the first worker."""
+    rng = np.random.default_rng(0)
+    start = np.stack([rng.normal(size=300).astype(np.float32)] * 4)
+    steps = rng.uniform(-0.01, 0.01, size=(4, 300)).astype(np.float32)
+    largest = 0.02  # difference to the start
+    if begin == "apart":
+        start += steps[::-1]
+        largest = 0.04
+    elif begin == "one at nan":
+        start[0, 7] = np.nan
+    elif begin == "all huge":
+        start[:, 7] = 1e30
+    elif begin == "one huge":
+        steps[0, 7] = 1e30
+    others = {}
+    for wire in ("float32", format):
+        tx = lj.exchange(lj.Pull(RULES[method], 1.0, wire=wire))
+        (x,), _ = train(tx, lj.Workers(2, 2), start, [steps], [np.arange(4.0)])
+        others[wire] = np.delete(x, 7, axis=1)
+    # A huge difference leaves nothing of the others in its block, which stay at the start.
+    levels = 1 if begin == "one huge" else LEVELS.get(format, 2**8)
+    close(others[format], others["float32"], atol=largest / levels)
+
+
+def test_equal_starts_are_found_without_sending_them():
+    tx = lj.local_sgd(2, wire="int8")
+    workers = lj.Workers(2, 2)
+    init = workers.map(tx.init)
+    x = workers.replicate({"w": jnp.arange(900.0), "b": jnp.ones([])})
+    fingerprint = 8
+    assert exchanges(init.lower(x).compile().as_text()) == (fingerprint, [])
+    outside = lj.outer(tx).init({"w": jnp.arange(900.0), "b": jnp.ones([])})
+    found = init(x).pulls[0].wire.reference
+    chex.assert_trees_all_equal(found, outside.exchange.pulls[0].wire.reference)
+
+
 SHARED = [
     ("int8", 1, 3, 3, None),
     ("int4", 2, 4, 4, None),
@@ -324,11 +370,8 @@ def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeyp
 )
 def test_targets_are_bit_identical_on_all_workers(method, across, devices):
     """Workers at x = 0 take the target whole, so that the update is the target."""
-    rule = {"source": lj.rules.leader(("node", "local")), "mean": lj.rules.average()}[
-        method
-    ]
     wire = lj.Wire("int8", "stochastic", across=across)
-    tx = lj.exchange(lj.Pull(rule, 1.0, wire=wire))
+    tx = lj.exchange(lj.Pull(RULES[method], 1.0, wire=wire))
     workers = lj.Workers(2, 2, devices=jax.devices()[:devices])
     y = workers.put(np.random.default_rng(0).normal(size=(4, 70)).astype(np.float32))
     state = workers.map(tx.init)(y)
