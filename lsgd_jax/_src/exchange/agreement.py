@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec as Spec
 
+from lsgd_jax._src import trees
+from lsgd_jax._src.exchange.branch import typed_alike
 from lsgd_jax._src.layouts import axes_by_dimension, known_axes, shard_by_shard
 from lsgd_jax._src.shared import REPAIR, Shared
 from lsgd_jax._src.trees import Tree
@@ -95,6 +97,31 @@ def verified(group: Group, state: Any) -> Any:
     with jax.named_scope(REPAIR):
         held, after = lax.fori_loop(0, times, repair, carried)
     return _with_promised(state, held)._replace(agreement=after)
+
+
+def common_start(group: Group, params: Tree) -> Tree:
+    """A tree that is equal in the group before the first exchange, in float32 or wider.
+
+    It is the parameters themselves if all workers start from the same ones, which their
+    fingerprints tell. Otherwise it is the mean of the finite starts, and only then do the
+    parameters travel. Elements that are not finite are 0.
+    """
+    start = lax.stop_gradient(trees.widened(params))
+    if group.is_bound and group.size > 1:
+        prints = group.gather(fingerprint(start))
+        differ = (prints != prints[:1]).any()
+
+        def mean(_: Any, start: Tree) -> Tree:
+            found, _ = group.masked_mean(start, trees.all_finite(start))
+            return trees.where(differ, found, start)
+
+        # Under a `jax.vmap` a branch would become a `select` and always communicate.
+        times = _of_any_row(differ).astype(jnp.int32)
+        start = jax.tree.map(lambda x: typed_alike(x, differ), start)
+        with jax.named_scope(REPAIR):
+            start = lax.fori_loop(0, times, mean, start)
+        start = group.channel.known_equal(start)
+    return jax.tree.map(trees.finite_part, start)
 
 
 def _taken_over(group: Group, tree: Tree, source: Array) -> Tree:

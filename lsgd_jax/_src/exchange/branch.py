@@ -29,13 +29,13 @@ def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
     def typed(branch, other):
         # The other branch is traced for the types of its results. XLA drops its operations.
         return lambda *operands: jax.tree.map(
-            _typed_alike, branch(*operands), other(*operands)
+            typed_alike, branch(*operands), other(*operands)
         )
 
     return lax.cond(due, typed(then, otherwise), typed(otherwise, then), *operands)
 
 
-def _typed_alike(x: Array, like: Array) -> Array:
+def typed_alike(x: Array, like: Array) -> Array:
     """Returns x, typed as varying also over the axes over which `like` varies."""
     own, other = (jax.typeof(a).manual_axis_type.varying for a in (x, like))
     missing = tuple(other - own)

@@ -35,7 +35,7 @@ from lsgd_jax._src.checks import (
     check_positive_int,
 )
 from lsgd_jax._src.exchange import parts
-from lsgd_jax._src.exchange.agreement import Agreement, verified
+from lsgd_jax._src.exchange.agreement import Agreement, common_start, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.traffic import Traffic
@@ -269,7 +269,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         restored=jnp.zeros([], jnp.int32),
         dropped=jnp.zeros([], jnp.int32),
         traffic=Traffic.zero(axes, pull.every, pull.sends_at),
-        wire=WireState.zero(pull.rule.keeps or (), group.shared, part)
+        wire=WireState.start(pull.rule.keeps or (), group, part, common_start)
         if pull.is_narrow
         else (),
         agreement=Agreement.start() if pull.verify else (),

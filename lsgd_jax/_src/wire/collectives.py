@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.explicit import by_shards
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
-from lsgd_jax._src.shared import NAMES, WORKER_AXES
+from lsgd_jax._src.shared import NAMES, WORKER_AXES, known_equal
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.packing import Cut, Packing
 
@@ -108,6 +108,10 @@ class MeshChannel:
     def add(self, x: Array) -> Array:
         """The sum of all workers' x."""
         return lax.psum(x, self._names) if self._names else x
+
+    def known_equal(self, tree: Tree) -> Tree:
+        """The tree, which is equal in the group; see `shared.known_equal`."""
+        return jax.tree.map(lambda x: known_equal(x, self._names), tree)
 
     @by_shards(out=lambda specs, *_: specs)
     def broadcast(self, tree: Tree, source: Array) -> Tree:

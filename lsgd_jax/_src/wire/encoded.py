@@ -26,7 +26,7 @@ from lsgd_jax._src.layouts import (
     whole_rows,
 )
 from lsgd_jax._src.shared import Axes, Shared
-from lsgd_jax._src.trees import Tree, is_float, widened
+from lsgd_jax._src.trees import Tree, finite_part, is_float, widened
 from lsgd_jax._src.wire import narrow_sums
 from lsgd_jax._src.wire.codec import Codec, Message, draws, is_coded
 from lsgd_jax._src.wire.collectives import Permutation
@@ -40,26 +40,32 @@ class WireState(NamedTuple):
     """The memory of a pull with a narrow wire format; None where it needs none.
 
     Attributes:
-      reference: r, the target agreed on last, 0 at first; a tree like the part, in float32
-        at least; shared if the group is all workers, else per worker, equal in the group.
-      error: e, the quantization error of what this worker sent; likewise; per worker.
+      reference: r, the target agreed on last, at first the group's common start; a tree
+        like the part, in float32 at least; shared if the group is all workers, else per
+        worker, equal in the group.
+      error: e, the quantization error of what this worker sent, 0 at first; likewise; per
+        worker.
     """
 
     reference: Shared[Tree] | Tree | None
     error: Tree | None
 
     @classmethod
-    def zero(
-        cls, keeps: Sequence[str], share: Callable[[Tree], Shared], part: Tree
+    def start(
+        cls, keeps: Sequence[str], group: Group, part: Tree, common: Callable[..., Tree]
     ) -> "WireState":
-        """Returns the memory before the first exchange; `share` is `Group.shared`."""
-        nothing = trees.zeros(part)
-        shared = share(nothing)
-        reference = shared if shared.axes is None else nothing
-        return cls(
-            reference if "reference" in keeps else None,
-            nothing if "error" in keeps else None,
-        )
+        """Returns the memory before the first exchange.
+
+        common: (group, part) -> a tree like the part that is equal in the group.
+        """
+        reference = None
+        error = None
+        if "reference" in keeps:
+            shared = group.shared(common(group, part))
+            reference = shared if shared.axes is None else shared.value
+        if "error" in keeps:
+            error = trees.zeros(part)
+        return cls(reference, error)
 
     def without_error(self, restored: Array) -> "WireState":
         """Clears the error of a worker that was restored."""
@@ -67,12 +73,21 @@ class WireState(NamedTuple):
         return self._replace(error=jax.tree.map(forget, self.error))
 
     def __lsgd_resized__(self) -> "WireState":
-        """For `resize`: keeps a reference that all workers share, and nothing else."""
-        # An error belongs to the worker that made it, and a private reference to its peers.
-        nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
-        kept = isinstance(self.reference, Shared)
-        reference = self.reference if kept else nothing(self.reference)
-        return WireState(reference, nothing(self.error))
+        """For `resize`: keeps the reference, and no error, which was another worker's.
+
+        References that were equal in a group of the old workers become their mean, which
+        is equal in all groups of the new ones.
+        """
+        reference = self.reference
+        if not isinstance(reference, Shared):
+            reference = jax.tree.map(_mean_of_rows, reference)
+        return WireState(reference, jax.tree.map(jnp.zeros_like, self.error))
+
+
+def _mean_of_rows(x: Array) -> Array:
+    """The mean over the leading axis, in every row."""
+    mean = finite_part(jnp.mean(x, axis=0, keepdims=True))
+    return jnp.broadcast_to(mean, x.shape)
 
 
 # The sums of all messages and this worker's errors, by buffer; the number of workers.

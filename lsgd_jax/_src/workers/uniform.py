@@ -9,9 +9,9 @@ may differ:
 
 - an argument differs over all axes, a `Shared` argument over the axes that it does not
   name, and a constant over none;
-- `axis_index` differs over its axes; a result of `psum`, `pmin`, `pmax` and `all_gather`
-  over the axes of the input without their own; a result of another collective over the
-  axes of the input and its own;
+- `axis_index` differs over its axes; a result of `psum`, `pmin`, `pmax`, `all_gather` and
+  the library's own `known_equal` over the axes of the input without their own; a result of
+  another collective over the axes of the input and its own;
 - a result of a branch or a loop also differs over the axes of the predicate;
 - any other value differs over the axes of its inputs.
 
@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.shared import Shared, known_equal_p
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.collectives import parts_of, unsplit
 
@@ -48,6 +48,7 @@ UNIFYING = {
     "all_gather_invariant",
     "all_gather_reduced",
     "pbroadcast",
+    known_equal_p.name,
 }
 # These name axes but send nothing.
 SILENT = {"axis_index", "pvary"}

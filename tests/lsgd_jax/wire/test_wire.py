@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from lsgd_jax._src.wire.wire import LEVELS
 
 
 FORMATS = ("bfloat16", "int8", "int4")
+RULES = {"source": lj.rules.leader(("node", "local")), "mean": lj.rules.average()}
 
 
 def there_and_back(x, wire, seed=None):
@@ -112,7 +114,8 @@ def test_leaves_share_no_scale_and_gaps_do_not_travel():
     wire = lj.Wire("int4")
     z, state = _once(rule, wire, tree)
     for name, x in tree.items():
-        close(z[name][1], there_and_back(x, wire), atol=0)
+        middle = x / 2  # the reference, and the difference that travels
+        close(z[name][1], middle + there_and_back(middle, wire), atol=0)
     assert lj.diagnostics(state)[0].payload == 409 + 4 * 5
 
 
@@ -177,7 +180,8 @@ def test_lsgd_and_diloco_by_hand(format):
     diloco = lj.diloco(1, optax.sgd(0.5), wire=format)
     workers = lj.Workers(1, 3)
     seen, state = train(lsgd, workers, start, steps, losses)
-    x, r = start, 0
+    x = start
+    r = start.mean(axis=0)
     for t in range(3):
         y = x + steps[t]
         r = r + Q(y[losses[t].argmin()] - r)
@@ -194,6 +198,50 @@ def test_lsgd_and_diloco_by_hand(format):
         x = np.stack([a] * 3)
         close(seen[t], x)
     close(state.pulls[0].wire.error, e)
+
+
+BEGINS = ("together", "apart", "one at nan", "all huge", "one huge")
+FIRST = [(r, w, b) for r in ("source", "mean") for w in FORMATS for b in BEGINS]
+
+
+@pytest.mark.parametrize(
+    "method, format, begin", mostly_slow(FIRST, fast=[x for x in FIRST if x[1] == "int4"])
+)
+def test_the_first_exchange_rounds_differences_and_not_values(method, format, begin):
+    """All huge: an element of every worker; one huge: an element of the first worker."""
+    rng = np.random.default_rng(0)
+    start = np.stack([rng.normal(size=300).astype(np.float32)] * 4)
+    steps = rng.uniform(-0.01, 0.01, size=(4, 300)).astype(np.float32)
+    largest = 0.02  # difference to the start
+    if begin == "apart":
+        start += steps[::-1]
+        largest = 0.04
+    elif begin == "one at nan":
+        start[0, 7] = np.nan
+    elif begin == "all huge":
+        start[:, 7] = 1e30
+    elif begin == "one huge":
+        steps[0, 7] = 1e30
+    others = {}
+    for wire in ("float32", format):
+        tx = lj.exchange(lj.Pull(RULES[method], 1.0, wire=wire))
+        (x,), _ = train(tx, lj.Workers(2, 2), start, [steps], [np.arange(4.0)])
+        others[wire] = np.delete(x, 7, axis=1)
+    # A huge difference leaves nothing of the others in its block, which stay at the start.
+    levels = 1 if begin == "one huge" else LEVELS.get(format, 2**8)
+    close(others[format], others["float32"], atol=largest / levels)
+
+
+def test_equal_starts_are_found_without_sending_them():
+    tx = lj.local_sgd(2, wire="int8")
+    workers = lj.Workers(2, 2)
+    init = workers.map(tx.init)
+    x = workers.replicate({"w": jnp.arange(900.0), "b": jnp.ones([])})
+    fingerprint = 8
+    assert exchanges(init.lower(x).compile().as_text()) == (fingerprint, [])
+    outside = lj.outer(tx).init({"w": jnp.arange(900.0), "b": jnp.ones([])})
+    found = init(x).pulls[0].wire.reference
+    chex.assert_trees_all_equal(found, outside.exchange.pulls[0].wire.reference)
 
 
 SHARED = [
@@ -322,11 +370,8 @@ def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeyp
 )
 def test_targets_are_bit_identical_on_all_workers(method, across, devices):
     """Workers at x = 0 take the target whole, so that the update is the target."""
-    rule = {"source": lj.rules.leader(("node", "local")), "mean": lj.rules.average()}[
-        method
-    ]
     wire = lj.Wire("int8", "stochastic", across=across)
-    tx = lj.exchange(lj.Pull(rule, 1.0, wire=wire))
+    tx = lj.exchange(lj.Pull(RULES[method], 1.0, wire=wire))
     workers = lj.Workers(2, 2, devices=jax.devices()[:devices])
     y = workers.put(np.random.default_rng(0).normal(size=(4, 70)).astype(np.float32))
     state = workers.map(tx.init)(y)
@@ -411,7 +456,7 @@ def test_a_worker_restored_after_a_delay_has_no_error():
     assert errors[1][0] > 0 and errors[1][1] == 0
 
 
-def test_resized_workers_keep_the_shared_reference_and_no_error():
+def test_resized_workers_share_a_reference_and_have_no_error():
     tx = lj.exchange(
         lj.Pull(lj.rules.average(), 1.0, wire="int4"),
         lj.Pull(lj.rules.leader("local"), 0.5, wire="int8"),
@@ -425,7 +470,8 @@ def test_resized_workers_keep_the_shared_reference_and_no_error():
         other.pulls[0].wire.reference.value, everywhere.reference.value
     )
     assert not other.pulls[0].wire.error.any() and other.pulls[0].wire.error.shape == (6, 9)
-    assert not other.pulls[1].wire.reference.any()
+    mean = local.reference[[0, 3, 3, 1, 2, 2]].mean(axis=0)
+    close(other.pulls[1].wire.reference, np.stack([mean] * 6))
 
 
 # Bytes that travel

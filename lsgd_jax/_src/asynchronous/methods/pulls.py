@@ -135,8 +135,9 @@ class PullsWorker(Driver):
     async def join(self, number: int) -> None:
         """Takes part in a round of the budget."""
         worker = self.worker
-        rules = [state.rule for state in self.pulls]
-        has_shared = any(map(is_shared, jax.tree.leaves(rules, is_leaf=is_shared)))
+        # Anchors, centers, and references of a wire format: a round moves all of them.
+        kept = [(state.rule, state.wire) for state in self.pulls]
+        has_shared = any(map(is_shared, jax.tree.leaves(kept, is_leaf=is_shared)))
         if number != self.rounds and has_shared:
             raise StaleWorkerError(f"worker {worker.index} has missed a round")
         joined = worker.transport.round(("join", number), None, self._everyone)

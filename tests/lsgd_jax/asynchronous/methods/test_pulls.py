@@ -86,6 +86,14 @@ def test_fast_workers_take_more_of_a_budget_which_is_spent_exactly():
     assert max(worker.report.longest for worker in workers) <= 9  # one step of the slowest
 
 
+def test_a_worker_that_misses_a_round_takes_over_the_reference_of_its_wire():
+    method = Pulls(lj.local_sgd(4, wire="int8"), budget=True)
+    workers = run(method, steps=20, drops={1: 8.2}, joins={1: 8.9}, timeout=3)
+    first, *others = (worker.method.state()["pulls"][0].wire for worker in workers)
+    for wire in others:
+        jax.tree.map(np.testing.assert_array_equal, wire.reference, first.reference)
+
+
 def test_a_worker_that_starts_again_takes_over_and_no_step_counts_twice():
     method = Pulls(lj.diloco(4), budget=True)
     workers = run(method, steps=16, drops={1: 5.5}, joins={1: 9.5}, timeout=3)
