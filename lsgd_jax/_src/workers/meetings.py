@@ -65,9 +65,9 @@ def _met(jaxpr: Jaxpr, with_scalars: bool) -> Iterator[str]:
 def _advice(exchanged: set[str], local: str, count: int) -> str:
     along = " and ".join(map(repr, sorted(exchanged)))
     return (
-        f"the workers of a node never meet: the method exchanges along {along}, and nothing "
-        f"communicates along {local!r}, so {count} models train apart; average gradients "
-        f"inside the node with `optax.chain(lj.allreduce(axes={local!r}), ..., "
+        f"the workers of a node never meet: the method exchanges along {along}, and "
+        f"nothing communicates along {local!r}, so {count} models train apart; average "
+        f"gradients inside the node with `optax.chain(lj.allreduce(axes={local!r}), ..., "
         f"lj.diloco(axes={along}))`, or in the optimizer of the step that `lj.around` or "
         "`lj.outer` stands around, or leave out `axes=`, so that the method reaches all "
         "workers"

@@ -27,6 +27,7 @@ from lsgd_jax._src.shared import (
     shared_flags,
 )
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.words import telling_words
 from lsgd_jax._src.workers.device_grid import (
     check_inside,
     check_mesh,
@@ -98,6 +99,7 @@ class Workers:
     (8, 3)
     """
 
+    @telling_words
     def __init__(
         self,
         nodes: int = 1,
