@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Generator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -65,11 +65,13 @@ class Shared(NamedTuple, Generic[T]):
                 f"a `Shared` holds its tree in `value`: write shared.value[{key!r}]"
             ) from None
 
-    def __getattr__(self, name: str) -> Any:
-        advice = ""
-        if hasattr(self.value, name):
-            advice = f": its tree is in `value`, write shared.value.{name}"
-        raise AttributeError(f"a `Shared` has no attribute {name!r}{advice}")
+    if not TYPE_CHECKING:  # type checkers would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            advice = ""
+            if hasattr(self.value, name):
+                advice = f": its tree is in `value`, write shared.value.{name}"
+            raise AttributeError(f"a `Shared` has no attribute {name!r}{advice}")
 
 
 # Stacked trees: shared leaves [...], and all others [W, ...]
