@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from lsgd_jax._src.words import telling_words
+
 
 class ByValue:
     """An object that equals the results of equal calls, or only itself without a call."""
@@ -59,10 +61,11 @@ T = TypeVar("T", bound=ByValue)
 def by_value(factory: Callable[P, T]) -> Callable[P, T]:
     """Returns the factory so that it records each call on the `ByValue` it returns."""
     signature = inspect.signature(factory)
+    make = telling_words(factory)
 
     @functools.wraps(factory)
     def noting(*args: P.args, **named: P.kwargs) -> T:
-        made = factory(*args, **named)
+        made = make(*args, **named)
         call = signature.bind(*args, **named)
         call.apply_defaults()
         vars(made)["made_by"] = noting, call.args, call.kwargs

@@ -1,8 +1,11 @@
 """Old public names, which work for one more minor version, with a warning."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from lsgd_jax._src.words import name_meant
 
 
 def moved(old: str, **names: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -19,6 +22,8 @@ def moved(old: str, **names: Mapping[str, Any]) -> Callable[[str], Any]:
                 message = f"{old}.{name} is {old}.{new}.{name} now; 0.5 drops the old name"
                 warnings.warn(message, DeprecationWarning, stacklevel=2)
                 return inside[name]
-        raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        meant = name_meant(name, vars(sys.modules[old]))
+        advice = f"; did you mean {old}.{meant}?" if meant else ""
+        raise AttributeError(f"module {old!r} has no attribute {name!r}{advice}")
 
     return find

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Generator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -58,6 +58,22 @@ class Shared(NamedTuple, Generic[T]):
 
     value: T
     axes: dict[str, None] | None = None
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return tuple.__getitem__(self, key)  # a field, as of any NamedTuple
+        except TypeError:
+            raise TypeError(
+                f"a `Shared` holds its tree in `value`: write shared.value[{key!r}]"
+            ) from None
+
+    if not TYPE_CHECKING:  # type checkers would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            advice = ""
+            if hasattr(self.value, name):
+                advice = f": its tree is in `value`, write shared.value.{name}"
+            raise AttributeError(f"a `Shared` has no attribute {name!r}{advice}")
 
 
 # Values that are equal although no collective has made them
@@ -144,5 +160,13 @@ def check_rows(tree: Tree, rows: int, whose: str) -> None:
                 f"every leaf must have a leading axis of {rows} ({whose}), got "
                 f"shape {np.shape(leaf)} at {jax.tree_util.keystr(path) or 'the top'}"
                 "; `replicate` gives every worker a copy of one tree, `share` marks "
-                "a tree without such an axis"
+                f"a tree without such an axis{_in_rows(np.shape(leaf), rows)}"
             )
+
+
+def _in_rows(shape: tuple[int, ...], rows: int) -> str:
+    """The advice for a batch of all workers, in a message; empty for other shapes."""
+    if not shape or shape[0] <= rows or shape[0] % rows:
+        return ""
+    divided = ", ".join(map(str, (rows, shape[0] // rows, *shape[1:])))
+    return f"; a batch of all workers is divided by `x.reshape({divided})`"

@@ -85,6 +85,17 @@ def methods(folder, session):
     return {"sums": sums, "owned": list(workers.owned)}
 
 
+def printed(folder, session):
+    """Returns each process's text of diagnostics, before and after they are fetched."""
+    workers = lj.Workers(2, 4)
+    tx = lj.lsgd(local_period=1, global_period=2)
+    params = workers.put(np.ones((8, 3), np.float32))
+    state = workers.map(tx.init)(params)
+    # One process may print alone.
+    alone = repr(lj.diagnostics(state)[0]) if session.is_main else ""
+    return {"alone": alone, "fetched": repr(workers.fetch(lj.diagnostics(state))[0])}
+
+
 # The trainer
 
 

@@ -86,6 +86,14 @@ def test_processes_on_any_hosts_give_the_same_parameters(hosts, tmp_path):
         np.testing.assert_allclose(written[name], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow  # `test_diagnostics.py` has arrays that cannot be fetched
+def test_diagnostics_are_printed_without_the_other_processes(tmp_path):
+    (first, second), _ = run("printed", tmp_path, 2)
+    assert "restored=[0, 0, 0, 0, None, None, None, None]" in first["alone"]
+    assert first["fetched"] == second["fetched"]
+    assert "restored=[0, 0, 0, 0, 0, 0, 0, 0]" in first["fetched"]
+
+
 # The trainer
 
 

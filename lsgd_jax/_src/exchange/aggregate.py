@@ -11,6 +11,7 @@ from jax import Array
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_axes, check_step_count
 from lsgd_jax._src.exchange.branch import cond, unbatched
+from lsgd_jax._src.exchange.noted import note
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.exchange.rule import fits_in_sums
 from lsgd_jax._src.exchange.traffic import Traffic
@@ -97,6 +98,7 @@ def aggregate(
         del extra_args
         count = state.count.value
         check_step_count(count)
+        note([axes], updates)
 
         def communicate(g, own, traffic):
             group = Group(axes)

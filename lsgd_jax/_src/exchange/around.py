@@ -92,7 +92,16 @@ class Around:
     def _place(self, results: Any, state: Tree) -> tuple[Key, ...]:
         """The place of the state in the results: that of the one tree like it."""
         if self._result is not None:
-            return _path(self._result)
+            place = _path(self._result)
+            try:
+                at(results, place)
+            except ValueError as error:
+                raise ValueError(
+                    "`result` must be the place of the state in the results of the step "
+                    f"{_shown(results)}, such as result={_example(results)}, got "
+                    f"result={self._result!r}: {error}"
+                ) from None
+            return place
         # The state may be the only result, or one of several; never deeper.
         places = [(), *((i,) for i in range(len(_children(results))))]
         alike = [place for place in places if _is_like(at(results, place), state)]
@@ -254,7 +263,27 @@ def _lens(params: Path | Lens) -> Lens:
     if isinstance(params, tuple) and any(map(callable, params)):
         return cast(Lens, params)
     path = _path(cast(Path, params))
-    return lambda state: at(state, path), lambda state, value: put(state, path, value)
+
+    def get(state: Tree) -> Tree:
+        try:
+            return at(state, path)
+        except ValueError as error:
+            raise ValueError(
+                "`params` must be the place of the parameters in the state "
+                f"{_shown(state)}, such as params={_example(state)}, or a pair of "
+                "functions (get, set), which may take several trees out of it and put them "
+                f"back, got {params=}: {error}"
+            ) from None
+
+    return get, lambda state, value: put(state, path, value)
+
+
+def _example(tree: Tree) -> str:
+    """A place that the tree has, as one writes it."""
+    names = [name for name, _ in _children(tree)]
+    if not names:
+        return "()"
+    return "0" if names[0] == "0" else repr(names[0])
 
 
 # Signatures and messages

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ from lsgd_jax._src.trees import Tree
 @dataclasses.dataclass(frozen=True)
 class Diagnostics:
     """Counters of one pull of an exchange, or of one aggregation of gradients.
+
+    Its `repr` shows the workers of this process, and None for all others: in several
+    processes print ``workers.fetch(lj.diagnostics(state))``.
 
     Attributes:
       steps: int32 scalar, steps taken.
@@ -61,15 +65,24 @@ class Diagnostics:
     leaves: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
-        """One line, of plain numbers unless it is being traced."""
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
-            return f"Diagnostics(axes={self.axes}, traced)"
-        shown = {"axes": self.axes, "period": self.period, "steps": int(self.steps)}
-        shown |= {"exchanges": self.exchanges, "bytes_sent": self.bytes_sent}
+        """One line of plain numbers, read without communication.
+
+        Workers of other processes have None in place of their numbers, and buffers that
+        were donated have their type. `Workers.fetch` brings the numbers of all workers.
+        """
+        sent = self.traffic
+        shown = {
+            "axes": self.axes,
+            "period": _shown(sent.every.value),
+            "steps": _shown(self.steps),
+            "exchanges": _shown(sent.exchanges.value),
+            "bytes_sent": _shown(sent.bytes_sent.value, traffic.total),
+        }
         counters = "restored", "dropped", "dropped_in_a_row", "misplaced"
         for name in (*counters, "leader", "score", "differed"):
-            if (each := getattr(self, name)) is not None:
-                shown[name] = np.asarray(each).tolist()
+            each = getattr(self, name)
+            if each is not None:
+                shown[name] = _shown(each)
         texts = (f"{name}={value}" for name, value in shown.items())
         return f"Diagnostics({', '.join(texts)})"
 
@@ -154,6 +167,27 @@ def _of(node, pull, rule) -> Diagnostics:
         dropped_in_a_row=getattr(pull, "dropped_in_a_row", None),
         leaves=names(pull) if agreement else (),
     )
+
+
+def _shown(x: Any, numbers_of: Callable[[Any], Any] = np.ndarray.tolist) -> Any:
+    """The numbers of a leaf as far as they are here, otherwise its type."""
+    if not hasattr(x, "dtype"):
+        return x
+    is_on_devices = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    is_on_host = isinstance(x, np.ndarray | np.generic)
+    if not is_on_host and (not is_on_devices or x.is_deleted()):
+        return f"{x.dtype}{list(x.shape)}"
+    if is_on_devices and not (x.is_fully_addressable or x.is_fully_replicated):
+        return _rows_here(x)
+    return numbers_of(np.asarray(x))
+
+
+def _rows_here(x: Array) -> list[Any]:
+    """The rows of an array [W], with None in place of those of other processes."""
+    rows = np.full(x.shape, None, object)
+    for shard in x.addressable_shards:
+        rows[shard.index] = np.asarray(shard.data)
+    return rows.tolist()
 
 
 def waiting(opt_state: Tree) -> Array:

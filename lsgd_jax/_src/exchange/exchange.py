@@ -14,6 +14,7 @@ from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.noted import note
 from lsgd_jax._src.exchange.options import PullOptions, with_options
 from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, Sizes, all_phases, phase_at
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
@@ -175,6 +176,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         check_same_tree("updates", updates, params)
         loss, extras = loss_of(value, loss), extras_of(pulls, params, grad)
         plan = Plan.of(pulls, due, phase)
+        note((pull.rule.axes for pull in pulls), params, plan.phase == QUIET)
         with naming_the_state(state, lambda: init(params)):
             x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
             # Before anything moves: x must be where the last step has left it.

@@ -16,7 +16,8 @@ from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import exchange as lock_step
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.exchange import Exchange, InPhases
-from lsgd_jax._src.exchange.phases import Phase, Plan
+from lsgd_jax._src.exchange.noted import note
+from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan
 from lsgd_jax._src.exchange.replicas import Rows
 from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.exchange.step import ExchangeState, Step
@@ -111,6 +112,7 @@ class Outer(InPhases):
         params, loss = trees.arrays(params), lock_step.loss_of(value, loss)
         extras = lock_step.extras_of(self.pulls, params, grad)
         plan = Plan.of(self.pulls, due, phase)
+        note((pull.rule.axes for pull in self.pulls), params, plan.phase == QUIET)
         run = self._from_before if self.remembers else self._from_here
         with lock_step.naming_the_state(state, lambda: self.init(params)):
             after = functools.partial(run, plan=plan)

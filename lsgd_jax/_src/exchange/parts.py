@@ -94,9 +94,10 @@ def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> li
     if count == 1:
         return [pull]
     if pull.every % count:
+        divisors = [n for n in range(1, pull.every + 1) if pull.every % n == 0]
         raise ValueError(
             f"`fragments` must divide the period of every pull, got fragments={count} "
-            f"and a period of {pull.every}"
+            f"and a period of {pull.every}, which {', '.join(map(str, divisors))} divide"
         )
     if isinstance(pull.part, Fragment):
         raise ValueError(

@@ -81,4 +81,5 @@ def total(limbs: Any) -> int:
     >>> total([3, 5])
     3221225477
     """
-    return int(limbs[0]) * LIMB + int(limbs[1])
+    high, low = np.asarray(limbs).tolist()
+    return high * LIMB + low

@@ -16,6 +16,7 @@ from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import blend, send, share, turns_on, weight_dtype
+from lsgd_jax._src.methods.scores import HOW
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
 from lsgd_jax._src.trees import value_at, widened
@@ -107,8 +108,8 @@ def pairwise(
         if interpolation == "loss":
             if loss is None or jnp.shape(loss) != ():
                 raise ValueError(
-                    "`interpolation='loss'` needs each worker's loss, a scalar: call "
-                    f"`tx.update(grads, state, params, loss=loss)`, got loss={loss}"
+                    f"`interpolation='loss'` needs each worker's loss, a scalar: {HOW}, "
+                    f"got loss={loss}"
                 )
             measure = jnp.asarray(loss, measure.dtype)
         return u, PairwiseState(measure), True

@@ -6,6 +6,12 @@ import jax.numpy as jnp
 from jax import Array
 
 
+HOW = (
+    "pass `loss=loss` to `update` of a chain or to `step` of an `outer`, or name its place "
+    "in the results of the step in `lj.around(step, method, loss=...)`"
+)
+
+
 def recorded(losses: Array, loss: Any, t: Array) -> tuple[Array, Array]:
     """Puts the loss of step t into a ring of the last ones: (losses, their mean).
 
@@ -18,8 +24,7 @@ def recorded(losses: Array, loss: Any, t: Array) -> tuple[Array, Array]:
     """
     if loss is None or jnp.shape(loss) != ():
         raise ValueError(
-            "the leader is elected by each worker's loss, a scalar: pass `loss=loss` to "
-            f"`update` of a chain or to `step` of an `outer`, got {loss}"
+            f"the leader is elected by each worker's loss, a scalar: {HOW}, got {loss}"
         )
     window, dtype = len(losses), losses.dtype
     # Under a user's `jax.vmap`, a scatter over rows of several workers would communicate.

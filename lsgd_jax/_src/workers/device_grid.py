@@ -100,7 +100,7 @@ def warn_of_idle_devices(nodes: int, locals: int, grid: np.ndarray, available: i
         f"{available} devices, with {workers // places} workers on each, because each must "
         f"hold the same number: {fewer} or {fewer + most} workers{among} would use all; "
         "pass `devices=` if this is what you want",
-        stacklevel=4,  # the call of `Workers`
+        stacklevel=5,  # the call of `Workers`
     )
 
 

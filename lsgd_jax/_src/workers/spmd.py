@@ -13,11 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts
+from lsgd_jax._src.exchange.noted import EXCHANGES, Exchanged
 from lsgd_jax._src.shared import NAMES, check_rows, during, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
 from lsgd_jax._src.workers.device_grid import Slots
 from lsgd_jax._src.workers.lookups import with_whole_tables
+from lsgd_jax._src.workers.meetings import Meetings
 
 
 class Grid(NamedTuple):
@@ -87,7 +89,11 @@ class Grid(NamedTuple):
 
 
 def compiled(
-    fn: Callable, grid: Grid, donate: tuple[int, ...] = (), static: tuple[str, ...] = ()
+    fn: Callable,
+    grid: Grid,
+    meetings: Meetings,
+    donate: tuple[int, ...] = (),
+    static: tuple[str, ...] = (),
 ) -> Callable:
     """Returns the jitted function over all workers; see `Workers.map`."""
 
@@ -103,7 +109,7 @@ def compiled(
             shardings = ()
         found = layouts.Layouts(one, map(grid.spec_of, shardings, flags))
         with layouts.known(found), during(NAMES, grid.names):
-            traced, outputs = _trace(call, one, grid)
+            traced, outputs = _trace(call, one, grid, meetings)
             nothing = [None] * len(jax.tree.leaves(outputs))
             specs = nothing if grid.is_explicit else found.of_leaves(outputs)
             spmd = _spmd(traced, grid, flags, shared_flags(outputs), specs)
@@ -119,7 +125,7 @@ def compiled(
 
 
 def _trace(
-    fn: Callable, args: Sequence[Tree], grid: Grid
+    fn: Callable, args: Sequence[Tree], grid: Grid, meetings: Meetings
 ) -> tuple[Callable[..., list[Any]], Tree]:
     """Traces the function of one worker, once, and checks that it cannot hang.
 
@@ -130,6 +136,7 @@ def _trace(
       fn: the function, written for one worker.
       args: trees of one worker's values: anything with a shape, a dtype and a weak type.
       grid: the positions of the workers.
+      meetings: the axes along which programs communicate.
 
     Returns:
       A function (arrays) -> arrays that evaluates the jaxpr inside a `jax.shard_map` and
@@ -144,8 +151,12 @@ def _trace(
         axis_names=set(grid.axes),
         check_vma=False,
     )
-    traced, outputs = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)(*args)
+    exchanges = list[Exchanged]()
+    with during(EXCHANGES, exchanges):
+        make = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)
+        traced, outputs = make(*args)
     uniform.check(traced.jaxpr, args, outputs, grid.sizes)
+    meetings.check(traced.jaxpr, exchanges, grid.sizes)
     (mapped,) = traced.eqns
     body = jaxpr_as_fun(ClosedJaxpr(with_whole_tables(mapped.params["jaxpr"]), ()))
 

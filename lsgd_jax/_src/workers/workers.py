@@ -27,6 +27,7 @@ from lsgd_jax._src.shared import (
     shared_flags,
 )
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.words import telling_words
 from lsgd_jax._src.workers.device_grid import (
     check_inside,
     check_mesh,
@@ -36,6 +37,7 @@ from lsgd_jax._src.workers.device_grid import (
     warn_of_idle_devices,
 )
 from lsgd_jax._src.workers.devices import reserve_threads
+from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.spmd import Grid, compiled
 from lsgd_jax._src.workers.transfer import gathered, is_key, place, read
 
@@ -97,6 +99,7 @@ class Workers:
     (8, 3)
     """
 
+    @telling_words
     def __init__(
         self,
         nodes: int = 1,
@@ -135,6 +138,7 @@ class Workers:
                 "the devices of a process must stand next to one another in the grid, "
                 f"got processes {[d.process_index for d in used.flat]}"
             )
+        self._meetings = Meetings()
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
@@ -254,7 +258,8 @@ class Workers:
           A `jax.jit` function of the same signature. Every array has a leading axis of W,
           in and out, except those in a `Shared`. Python scalars that fn returns become
           arrays. Each compilation traces fn once, for one worker, and checks that it cannot
-          hang.
+          hang. A UserWarning says once that the workers of a node never meet, though an
+          exchange reaches other nodes.
 
         Raises:
           ValueError: at the call, an argument without a leading axis of W; a branch or a
@@ -290,7 +295,7 @@ class Workers:
     ) -> Callable:
         donate = (donate,) if isinstance(donate, int) else tuple(donate)
         static = (static,) if isinstance(static, str) else tuple(static)
-        return compiled(fn, self._grid, donate, static)
+        return compiled(fn, self._grid, self._meetings, donate, static)
 
     def _placed(
         self,

@@ -209,7 +209,14 @@ def test_a_run_under_pmap_continues_from_all_rows_and_not_from_one(method):
     "step, options, message",
     [
         (pair, {"params": "weights"}, "got 'weights' for a tuple of '0', '1'"),
+        (pair, {}, r"`params` must be .* such as params=0, or a pair of .*\(get, set\)"),
+        (pair, {"params": ((0, "a"), (1, "a"))}, r"\(get, set\), which may take several"),
         (pair, {"params": 0, "loss": 7}, "`loss` must be the place .* got loss=7 for the "),
+        (
+            pair,
+            {"params": 0, "result": 7},
+            "`result` must be .* such as result=0, got .*=7",
+        ),
         (alone, {"params": 0, "result": ()}, "`loss` must be .* or None if there is none"),
         (lambda s, g: (s[0], 0.0), {"params": 0}, "because none of them .* results tuple"),
         (lambda s, g: (s, s), {"params": 0}, "because several of them .* for the state "),
@@ -223,6 +230,18 @@ def test_a_place_that_is_not_there_is_named(step, options, message):
 
     with pytest.raises(ValueError, match=message):
         run()
+
+
+LED = lj.Pull(lj.rules.leader(()), 1.0)
+
+
+def test_a_method_that_needs_a_loss_is_told_where_to_name_it():
+    train = lj.around(pair, lj.exchange(LED), params=0, loss=None)
+    state = train.init((START, opt_state))
+    with pytest.raises(
+        ValueError, match=r"lj.around\(step, method, loss=\.\.\.\)`, got None"
+    ):
+        train(state, jnp.ones(3))
 
 
 def test_a_state_of_another_form_is_told_where_it_differs():

@@ -127,6 +127,7 @@ def test_a_method_of_the_user_takes_the_options():
         (lambda: lj.exchange(fragment=2), TypeError, "there is no option 'fragment'"),
         (lambda: lj.dpsgd(delay=1), ValueError, r"`delay` must be an int in \[0, 1\)"),
         (lambda: lj.wagma(fragments=2), ValueError, "`fragments` must divide the period"),
+        (lambda: lj.diloco(8, fragments=3), ValueError, "of 8, which 1, 2, 4, 8 divide"),
         (
             lambda: lj.exchange(lj.diloco(8, fragments=2), fragments=2),
             ValueError,

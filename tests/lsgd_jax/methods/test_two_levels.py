@@ -69,6 +69,7 @@ EACH = [(*both, devices) for both, devices in in_turn(EACH, (2, 8, 1))]
 
 
 # By default a method with a center and one with a graph, inside and across.
+@pytest.mark.filterwarnings("ignore:the workers of a node never meet")
 @pytest.mark.parametrize(
     "name, axes, devices",
     mostly_slow(EACH, fast=[EACH[0], EACH[-1]]),

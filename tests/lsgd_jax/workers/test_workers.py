@@ -233,6 +233,12 @@ def test_a_wrong_leading_axis_is_refused(bad):
         workers.map(lambda t: t)({"w": bad})
 
 
+def test_a_flat_batch_is_told_how_it_is_divided():
+    workers = lj.Workers(2, 2, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"divided by `x.reshape\(4, 8, 3\)`$"):
+        workers.put(np.ones((32, 3)))
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
