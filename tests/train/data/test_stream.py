@@ -1,6 +1,8 @@
 """Reading images ahead: the choice of images, broken files, bounds, the end."""
 
 import contextlib
+import errno
+import re
 import shutil
 import threading
 import time
@@ -88,6 +90,12 @@ def read(monkeypatch):
     return paths
 
 
+@pytest.fixture
+def brief(monkeypatch):
+    """The system gets a third of a second to give a file, in place of a minute."""
+    monkeypatch.setattr(imagenet, "WAITS", (0.05, 0.1, 0.15))
+
+
 def readers():
     return [x for x in threading.enumerate() if x.name.startswith("grain")]
 
@@ -173,7 +181,7 @@ def test_each_test_image_is_read_once_and_padding_does_not_count(folder):
 # Unreadable files
 
 
-def test_the_next_readable_image_replaces_a_broken_one(copied):
+def test_the_next_readable_image_replaces_a_broken_one(copied, brief):
     good = take(make_stream(copied), 0, 8)
     cats, said = copied / "train" / "cat", []
     broken = [copied / "train" / "bee" / f"{i}.JPEG" for i in (2, 3)] + [cats / "7.JPEG"]
@@ -187,7 +195,7 @@ def test_the_next_readable_image_replaces_a_broken_one(copied):
     assert_equal(take(make_stream(copied, warn=lambda text: None), 5, 8), got[5:])
     reasons = dict(line.split(" is left out, it cannot be read: ") for line in said)
     assert len(said) == 3 and reasons.keys() == set(map(str, broken))
-    assert reasons[str(broken[0])] == "it is no JPEG, PNG, BMP or WebP image"
+    assert reasons[str(broken[0])] == "it is no JPEG, PNG, BMP, WebP, GIF or TIFF image"
     assert "truncated" in reasons[str(broken[1])]
     assert reasons[str(broken[2])] == "No such file or directory"
 
@@ -226,7 +234,7 @@ def test_the_number_of_reported_files_is_limited(copied, monkeypatch):
     assert len(said) == 4 and "they are not listed" in said[-1]
 
 
-def test_reading_fails_when_all_files_are_gone(copied, monkeypatch):
+def test_reading_fails_when_all_files_are_gone(copied, monkeypatch, brief):
     monkeypatch.setattr(stream, "MOST_SKIPPED", 5)
     reader = make_stream(copied, warn=lambda text: None)
     with contextlib.closing(reader.batches(range(100))) as batches:
@@ -234,6 +242,69 @@ def test_reading_fails_when_all_files_are_gone(copied, monkeypatch):
         shutil.rmtree(copied)
         with pytest.raises(DataError, match="5 images in a row cannot be read, .*No such"):
             list(batches)
+    with pytest.raises(DataError, match="5 images in a row cannot be read"):
+        list(reader.test_batches)  # which would count no image
+
+
+def unmounted(copied):
+    """The folder is gone; returns a function that brings it back."""
+    away = copied.rename(copied.with_name("away"))
+    return lambda: away.rename(copied)
+
+
+def failing(copied):
+    """All reads fail, as with a server that does not answer; returns a function as above."""
+    away = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle", "a.jpeg"))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(imagenet, "read", away)
+    return patch.undo
+
+
+@pytest.mark.parametrize("go_away", [unmounted, failing])
+def test_data_that_are_away_for_a_moment_lose_no_image(copied, monkeypatch, go_away):
+    monkeypatch.setattr(imagenet, "WAITS", (0.05, 0.1, 5, 5))
+    said = []
+    reader = make_stream(copied, warn=said.append)
+    reads = {
+        "training": lambda: take(reader, 0, 3),
+        "test": lambda: list(reader.test_batches),
+    }
+    for name in ("training", "test", "training"):
+        expected = reads[name]()
+        come_back = threading.Timer(0.1, go_away(copied))
+        come_back.start()
+        assert_equal(reads[name](), expected)
+        come_back.join()
+    assert 0 < len(said) <= 3
+    for line in said:
+        assert re.search("at the moment: (Stale file|No such file).*; trying again", line)
+
+
+def test_a_file_that_is_away_alone_is_left_out_until_it_is_back(copied, brief):
+    good = take(make_stream(copied), 0, 8), list(make_stream(copied).test_batches)
+    said = []
+    reader = make_stream(copied, warn=said.append)
+    away = [path.rename(f"{path}.away") for path in copied.glob("*/bee/1.JPEG")]
+    lost = take(reader, 0, 8), list(reader.test_batches)
+    assert [int(valid.sum()) for _, _, valid in lost[1]] == [7, 1]
+    assert any(np.any(a[0] != b[0]) for a, b in zip(lost[0], good[0]))
+    assert len(said) == 2 and all("1.JPEG is left out, it cannot" in line for line in said)
+    for path in away:
+        path.rename(path.with_suffix(""))
+    assert_equal(take(reader, 0, 8), good[0])
+    assert_equal(list(reader.test_batches), good[1])
+
+
+def test_closing_does_not_wait_for_files_that_are_away(copied, monkeypatch):
+    monkeypatch.setattr(imagenet, "WAITS", (60.0,))
+    batches = make_stream(copied).batches(range(100))
+    next(batches)
+    come_back = failing(copied)
+    time.sleep(0.2)  # in which the threads begin to wait
+    began = time.monotonic()
+    batches.close()
+    come_back()
+    assert time.monotonic() - began < 10
 
 
 def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
