@@ -131,8 +131,8 @@ class DataConfig:
     # Folder of the data: the official cifar-10-batches-bin (cifar10), or a folder with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).
     dir: Annotated[str | None, PATH, FILES, LOCAL] = None
-    # Text files to learn; the last tenth is for validation. Defaults to the source of
-    # Python's standard library (text).
+    # Text files to learn, joined; the last tenth, at most 262,144 tokens, is for
+    # validation. Defaults to the source of Python's standard library (text).
     files: Annotated[tuple[str, ...], PATH, TEXT, LOCAL] = ()
     # Tokens of a text: the characters of a UTF-8 file, or bytes (text).
     tokens: Annotated[Tokens, TEXT] = "characters"
