@@ -386,7 +386,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     first = next(iter(configs.values()))
-    training = asynchronous.training(_alone(first), warn=console.print)
+    warn = progress.Progress(first.steps).warn
+    training = asynchronous.training(_alone(first), warn)
     runs = []
     for name, config in configs.items():
         runs.append(found := simulate(name, config, options, training))

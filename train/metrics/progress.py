@@ -10,6 +10,8 @@ import rich.console
 import rich.markup
 import rich.progress
 
+from train.process.messages import plain
+
 
 SECONDS_BETWEEN_LINES = 10.0
 NARROW = 60  # columns below which a terminal has no room for a bar
@@ -22,7 +24,7 @@ def console(**options: Any) -> rich.console.Console:
 
     Rich prints nothing at COLUMNS=0, which containers set. It stands for an unknown width.
     """
-    made = rich.console.Console(highlight=False, **options)
+    made = rich.console.Console(highlight=False, emoji=False, **options)
     if not all(made.size):
         made.size = rich.console.ConsoleDimensions(made.width or 80, made.height or 25)
     return made
@@ -86,14 +88,16 @@ class Progress:
 
     def warn(self, text: str) -> None:
         """Prints a warning that is the same in all processes, in the main one only."""
-        self._console.print(f"[bold]warning:[/] {rich.markup.escape(text)}", soft_wrap=True)
+        shown = rich.markup.escape(plain(text))
+        self._console.print(f"[bold]warning:[/] {shown}", soft_wrap=True)
 
     def warn_here(self, text: str) -> None:
         """Prints a warning that may concern only this process."""
         if self._process == 0:
             self.warn(text)
         else:
-            print(f"process {self._process}: warning: {text}", file=sys.stderr)
+            shown = plain(text)
+            print(f"process {self._process}: warning: {shown}", file=sys.stderr)
 
     def tested(self, result: str) -> None:
         """Sets the test result that is shown beside the progress."""

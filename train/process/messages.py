@@ -26,6 +26,17 @@ def one_line(error: Exception | str, longest: int = 200) -> str:
     return line if len(line) <= longest else f"{line[:half]} … {line[-half:]}"
 
 
+def plain(text: str) -> str:
+    """The text in one line, with escapes for characters that a terminal obeys.
+
+    Messages name files, and a name may hold such characters.
+
+    >>> print(plain("é\\x1b[2J\\nwarning.jpeg"))
+    é\\x1b[2J\\nwarning.jpeg
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def check_installed(what: str, extra: str, *packages: str) -> None:
     """Raises ValueError if a package is not installed.
 

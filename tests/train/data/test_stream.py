@@ -253,7 +253,7 @@ def unmounted(copied):
 
 
 def failing(copied):
-    """All reads fail, as with a server that does not answer; returns a function as above."""
+    """All reads fail; returns a function as above."""
     away = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle", "a.jpeg"))
     patch = pytest.MonkeyPatch()
     patch.setattr(imagenet, "read", away)
