@@ -34,6 +34,7 @@ from train.metrics.drawing import plain_numbers, save, subplots, whole_numbers
 from train.planning.unequal import Unequal
 from train.process import command, compilation_cache
 from train.process.exit_status import SUCCESS
+from train.process.messages import counted
 from train.run import cli
 from train.task import asynchronous, schedules
 from train.task.experiment import Experiment
@@ -392,8 +393,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, config in configs.items():
         runs.append(found := simulate(name, config, options, training))
         console.print(
-            f"{name}: {len(found.steps)} steps in {found.seconds:.4g} simulated seconds; "
-            f"the simulation took {found.wall:.1f} s"
+            f"{name}: {counted(len(found.steps), 'step')} in {found.seconds:.4g} simulated "
+            f"seconds; the simulation took {found.wall:.1f} s"
         )
     console.print(tables.markdown([found.row() for found in runs]), end="")
     if options.out is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from train.data.arrays import DataError, Images
+from train.process.messages import counted
 
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF")
@@ -165,7 +166,7 @@ def _find(folder: pathlib.Path) -> Files:
         loose = sum(map(_is_image, entries))
         raise DataError(
             f"{folder} must hold one folder per class, got none"
-            + (f", but {loose} images; move them into class folders" if loose else "")
+            + (f", but {counted(loose, 'image')}; use class folders" if loose else "")
         )
     names: list[list[bytes]] = []
     left_out: list[str] = []

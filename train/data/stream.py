@@ -17,6 +17,7 @@ from train.data import imagenet
 from train.data.arrays import DataError
 from train.data.imagenet import Files, ImageFolder
 from train.data.sampler import EpochSampler, rows_in_batches
+from train.process.messages import counted
 
 
 CROPS = 1  # separates the seeds of crops from those of the order
@@ -173,9 +174,10 @@ class Stream:
             if pixels is not None:
                 return pixels, files.labels[row], np.True_
             tried.append(files.path(row))
+        last = tried[-1]
         raise DataError(
-            f"{len(tried)} images in a row cannot be read, the last of them {tried[-1]}: "
-            f"{self._reasons[tried[-1]]}"
+            f"{counted(len(tried), 'image')} in a row cannot be read, the last {last}: "
+            f"{self._reasons[last]}"
         )
 
     def _try(

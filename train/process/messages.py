@@ -37,6 +37,15 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things, with a plural in s.
+
+    >>> counted(1, "step"), counted(2, "image")
+    ('1 step', '2 images')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def check_installed(what: str, extra: str, *packages: str) -> None:
     """Raises ValueError if a package is not installed.
 

@@ -312,12 +312,14 @@ def _of_a_value(option: str, message: str) -> str:
     "--steps must be an int, got '1e3'"
     >>> _of_a_value("--rate", "no type matching {None}|FLOAT could be ... from ['a']")
     "--rate must be a number, got 'a'"
+    >>> _of_a_value("--betas", "no type matching {None}|{FLOAT FLOAT} could ... ['0.9']")
+    "--betas must be two numbers, got '0.9'"
     """
-    if optional := re.match(
-        r"no type matching \{None\}\|(INT|FLOAT) .*\['(.*)'\]", message
-    ):
+    if optional := re.match(r"no type matching \{None\}\|(INT|FLOAT) .*\[(.*)\]", message):
         kind = {"INT": "an int", "FLOAT": "a number"}[optional[1]]
-        return f"{option} must be {kind}, got {optional[2]!r}"
+        return f"{option} must be {kind}, got {optional[2]}"
+    if pair := re.match(r"no type matching \{None\}\|\{FLOAT FLOAT\} .*\[(.*)\]", message):
+        return f"{option} must be two numbers, got {pair[1]}"
     for start, kind in NUMBERS.items():
         if message.startswith(start):
             return f"{option} must be {kind}, got {message.removeprefix(start)}"

@@ -102,7 +102,10 @@ def unused(wanted: pathlib.Path) -> pathlib.Path:
 
 def taken(path: pathlib.Path) -> bool:
     """Whether a path exists and is not an empty folder."""
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if not path.is_dir():
+        return path.exists()
+    # A file system of its own has this folder from the start.
+    return any(entry.name != "lost+found" for entry in path.iterdir())
 
 
 def choose(config: Config) -> pathlib.Path:

@@ -120,7 +120,7 @@ WRONG = {
     "a file": (file_in_its_place, "data is not a folder; ImageNet must be a folder with"),
     "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it must hold"),
     "empty train": (lambda d: empty(d / "train"), "hold one folder per class, got none"),
-    "loose images": (loose, "got none, but 2 images; move them into class folders"),
+    "loose images": (loose, "got none, but 2 images; use class folders"),
     "empty class": (lambda d: empty(d / "train" / "bee"), "but none is in bee/"),
     "less in val": (
         lambda d: shutil.rmtree(d / "val" / "cat"),
@@ -140,7 +140,7 @@ WRONG = {
     ),
     "no images": (
         lambda d: [path.write_bytes(b"") for path in (d / "train").rglob("*.JPEG")],
-        "24 images in a row cannot be read, the last of them",
+        "24 images in a row cannot be read, the last",
     ),
     "nothing to test": (
         lambda d: [path.write_bytes(b"no") for path in (d / "val").rglob("*.JPEG")],

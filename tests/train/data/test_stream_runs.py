@@ -149,7 +149,7 @@ def test_a_run_whose_data_vanish_saves_a_checkpoint(folder, tmp_path, capsys, mo
     where = ["--data.dir", str(data), "--run-dir", str(tmp_path / "run")]
     assert main([*command.split(), "--workers.locals", "2", *where]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: 23 images in a row cannot be read, the last of them")
+    assert error.startswith("error: 23 images in a row cannot be read, the last")
     assert error.endswith(
         "No such file or directory; to resume later: python -m train imagenet-resnet50 "
         f"--run-dir {tmp_path / 'run'} --resume"
