@@ -1,11 +1,26 @@
 """The trainer: python -m train NAME. `train.load(RUN)` loads what it has trained."""
 
 import logging
+import sys
 from typing import Any
+
+from train.process.messages import check_installed
 
 
 # If HOME is not writable, matplotlib uses a temporary folder and warns about it each time.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
+
+PACKAGES = (
+    *("jax", "optax", "filelock", "flax", "grain", "matplotlib", "numpy", "orbax", "PIL"),
+    *("rich", "tensorboardX", "tyro"),
+)
+
+if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m train.…`
+    try:
+        check_installed("the trainer", "train", *PACKAGES)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def __getattr__(name: str) -> Any:

@@ -240,7 +240,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     program = "python -m train.compile"
     options, others = cli.run_with_others(Options, arguments, program, __doc__)
-    config = cli.parse([options.experiment, *others])
+    config = cli.parse([options.experiment, *others], cli.Command(program, Options))
     for name in ("mbit", "gbit", "efficiency"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

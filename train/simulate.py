@@ -138,11 +138,11 @@ class Options(Unequal):
 def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
     """Returns the options and each method's configuration; ValueError for wrong usage."""
     common, own = _segments(arguments)
-    program = "python -m train.simulate"
-    options, others = cli.run_with_others(Options, common, program, __doc__)
+    command = cli.Command("python -m train.simulate", Options)
+    options, others = cli.run_with_others(Options, common, command.name, __doc__)
     configs: dict[str, Config] = {}
     for segment in own or [[]]:
-        config = cli.parse([options.experiment, *others, *segment])
+        config = cli.parse([options.experiment, *others, *segment], command)
         chosen = config.method.name.replace(":", ".")
         name, again = chosen, 2
         while name in configs:

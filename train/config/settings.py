@@ -215,7 +215,8 @@ def _naming(path: os.PathLike) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
     except RecursionError:
         reason = "its values are nested too deep"
         raise ValueError(f"{path} cannot be read: {reason}") from None

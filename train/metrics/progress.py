@@ -1,9 +1,10 @@
 """Progress of a run: a bar on a terminal, a line every few seconds elsewhere."""
 
+import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -28,6 +29,30 @@ def console(**options: Any) -> rich.console.Console:
     if not all(made.size):
         made.size = rich.console.ConsoleDimensions(made.width or 80, made.height or 25)
     return made
+
+
+@contextlib.contextmanager
+def told(line: str) -> Generator[Callable[[str], object]]:
+    """Says on standard error what takes long: a line, which a terminal shows until the end.
+
+    Yields:
+      A function to call with each part that is done. Elsewhere than on a terminal its first
+      call prints the line, so that nothing precedes the message of an early error.
+    """
+    shown = console(stderr=True)
+    if shown.is_terminal:
+        with shown.status(line) as status:
+            done = lambda part: status.update(f"{line}: {rich.markup.escape(part)} is done")
+            yield done
+        return
+    said: list[str] = []
+
+    def say_once(part: str) -> None:
+        if not said:
+            print(line, file=sys.stderr)
+        said.append(part)
+
+    yield say_once
 
 
 class Progress:

@@ -60,8 +60,19 @@ def to_resume(config: Config) -> pathlib.Path:
     """Returns the folder of the run to resume."""
     if config.run_dir is None:
         return newest(config.runs, config.name)
-    check_utf8(pathlib.Path(config.run_dir))
-    return pathlib.Path(config.run_dir)
+    folder = pathlib.Path(config.run_dir)
+    check_utf8(folder)
+    check_is_run(folder)
+    return folder
+
+
+def check_is_run(folder: pathlib.Path, file: str = CONFIG) -> None:
+    """Raises ValueError if a folder is missing, or holds no such file of a run."""
+    if not folder.is_dir():
+        wrong = "is not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} is no run folder: it {wrong}")
+    if not (folder / file).exists():
+        raise ValueError(f"{folder} is no run folder: it holds no {file}")
 
 
 def check_utf8(folder: pathlib.Path) -> None:

@@ -123,6 +123,16 @@ def test_an_environment_that_jax_rejects_is_refused_in_one_line():
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 
+def test_without_its_packages_a_command_says_how_to_install_them():
+    for module in ("train", "train.plan"):
+        ended = python("-S", "-m", module, "digits")  # -S hides installed packages
+        line = (
+            "error: the trainer needs jax, which is not installed: pip install -e "
+            '".[train]" in a checkout of lsgd_jax\n'
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+
+
 @pytest.mark.slow
 def test_a_run_without_docstrings_and_with_debug_nans(tmp_path):
     command = ["-OO", "-m", "train", "digits", "--steps", "20"]

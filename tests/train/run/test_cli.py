@@ -26,7 +26,7 @@ NETWORKS = (
     "digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer, encoder-decoder"
 )
 WRONG = [  # a command line, and a part of the message
-    ("", "expected one of cifar10-cnn7, cifar10-resnet20,"),
+    ("--steps 3", "expected one of cifar10-cnn7, cifar10-resnet20,"),
     ("digts", "got 'digts'; did you mean digits?; see python -m train --help"),
     ("digits --stepz 3", "option --stepz; did you mean --steps?; see python -m train digi"),
     ("digits --nonsense", "option --nonsense; see python -m train digits --help"),
@@ -84,7 +84,7 @@ WRONG = [  # a command line, and a part of the message
     ("digits --ray.start-timeout 5", "must be left out without ray.processes, got"),
     # Runs and data that do not exist.
     ("digits --resume --runs none", "there is no run of 'digits' in 'none'"),
-    ("digits --resume --run-dir none", "config.json cannot be read: "),
+    ("digits --resume --run-dir none", "none is no run folder: it does not exist"),
     ("cifar10-cnn7", "`data.dir` must name the folder of the official CIFAR-10 files"),
 ]
 
@@ -140,6 +140,9 @@ def test_the_version(capsys):
 
 def test_help_names_the_experiments(capsys):
     text = help_of(capsys)
+    with pytest.raises(SystemExit) as stop:  # a command line that names none
+        main([])
+    assert (stop.value.code, capsys.readouterr().out) == (2, text)
     assert "digits             Leader SGD on scikit-learn's handwritten digits" in text
 
 
