@@ -15,7 +15,16 @@ PACKAGES = (
     *("rich", "tensorboardX", "tyro"),
 )
 
-if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m train.…`
+
+def _is_command() -> bool:
+    """Whether this import is the start of `python -m train` or `python -m train.NAME`."""
+    if sys.argv[:1] != ["-m"]:  # which stands there while Python looks for the module
+        return False
+    words = (word.removeprefix("-m") for word in sys.orig_argv)
+    return any(word.partition(".")[0] == __name__ for word in words)
+
+
+if _is_command():
     try:
         check_installed("the trainer", "train", *PACKAGES)
     except ValueError as error:

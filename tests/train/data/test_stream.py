@@ -19,6 +19,7 @@ from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.sampler import EpochSampler, parts
 from train.data.stream import Stream
+from train.task import images
 
 
 SIZE, BATCH, SEED, THREADS = 16, 3, 7, 3
@@ -347,6 +348,12 @@ def test_closing_stops_the_threads_at_any_time(folder):
     for batch in reader.test_batches:
         assert len(batch) == 3
         break  # an abandoned iterator is closed, too
+
+
+def test_a_process_reads_with_the_cores_that_it_may_use(monkeypatch):
+    """A batch system or a container gives it some of those of the host."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert images._cores() == 2
 
 
 def test_the_number_of_steps_in_flight_is_bounded():
