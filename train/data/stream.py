@@ -23,6 +23,7 @@ from train.process.messages import counted
 CROPS = 1  # separates the seeds of crops from those of the order
 MOST_SKIPPED = 100  # unreadable files in a row; with more, the cause is not the files
 MOST_NAMED = 100  # unreadable files to report
+MOST_AWAY = 16  # files for each of which reading waits a minute
 
 Batch = tuple[Array, Array, Array]
 Image = tuple[np.ndarray, np.int32, np.bool]  # uint8 [size, size, 3], label, if valid
@@ -144,14 +145,13 @@ class Stream:
         label, pixels = np.int32(0), None
         if row < len(files.labels):
             label = files.labels[row]
-            waits = iter(imagenet.WAITS)
-            pixels = self._try(files, row, imagenet.center_box, pause, waits)
+            pixels = self._try(files, row, imagenet.center_box, pause, self._waits())
         if pixels is not None:
             return pixels, label, np.True_
         if row < len(files.labels) and files.path(row) in self._away:
             # A test without all of its files would be wrong: are the others there?
-            others = (*range(row + 1, len(files.labels)), *range(row))
-            self._first_readable(files, others, imagenet.center_box, pause, ())
+            rows = itertools.chain(range(row, len(files.labels)), range(row))
+            self._first_readable(files, rows, imagenet.center_box, pause, iter(()))
         return np.zeros(self._folder.image_shape, np.uint8), label, np.False_
 
     def _first_readable(
@@ -160,7 +160,7 @@ class Stream:
         rows: Iterable[int],
         box_of: Callable,
         pause: Pause,
-        waits: Iterable[float] | None = None,
+        waits: Iterator[float] | None = None,
     ) -> Image:
         """Reads the first readable image. The waits are those for all of them together.
 
@@ -168,7 +168,7 @@ class Stream:
           DataError: the first hundred images are unreadable.
         """
         tried = []
-        left = iter(imagenet.WAITS if waits is None else waits)
+        left = self._waits() if waits is None else waits
         for row in itertools.islice(rows, MOST_SKIPPED):
             pixels = self._try(files, row, box_of, pause, left)
             if pixels is not None:
@@ -179,6 +179,15 @@ class Stream:
             f"{counted(len(tried), 'image')} in a row cannot be read, the last {last}: "
             f"{self._reasons[last]}"
         )
+
+    def _waits(self) -> Iterator[float]:
+        """The seconds to wait for a file, or for a row of them.
+
+        Where many files stayed away although others were there, as with wrong permissions,
+        waiting for each of the rest would take hours.
+        """
+        are_many = len(self._away) >= MOST_AWAY
+        return iter(imagenet.WAITS[:1] if are_many else imagenet.WAITS)
 
     def _try(
         self,

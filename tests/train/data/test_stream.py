@@ -296,6 +296,26 @@ def test_a_file_that_is_away_alone_is_left_out_until_it_is_back(copied, brief):
     assert_equal(list(reader.test_batches), good[1])
 
 
+def test_waiting_for_many_files_that_stay_away_is_bounded(copied, monkeypatch):
+    """Wrong permissions of half of the files, say."""
+    monkeypatch.setattr(stream, "MOST_AWAY", 3)
+    reader, waits = make_stream(copied, warn=lambda text: None), []
+    original = imagenet.read
+
+    def read(path, *rest):
+        if int(path[-6]) % 2:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return original(path, *rest)
+
+    monkeypatch.setattr(imagenet, "read", read)
+    monkeypatch.setattr(
+        reader, "_pause", lambda ended, seconds, error: waits.append(seconds)
+    )
+    take(reader, 0, 8)
+    full, threads = sum(imagenet.WAITS), THREADS
+    assert 3 * full <= sum(waits) <= (3 + threads) * full + 12
+
+
 def test_closing_does_not_wait_for_files_that_are_away(copied, monkeypatch):
     monkeypatch.setattr(imagenet, "WAITS", (60.0,))
     batches = make_stream(copied).batches(range(100))
