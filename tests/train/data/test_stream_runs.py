@@ -129,7 +129,7 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     error = run.experiment.test_worker(run.state, 1)["error"]
     assert error == pytest.approx(100 * wrong / 8)
     shutil.rmtree(data / "val")
-    with pytest.raises(DataError, match="8 images in a row cannot be read, the last"):
+    with pytest.raises(DataError, match="9 images in a row cannot be read, the last"):
         run.experiment.test_worker(run.state, 1)
 
 
