@@ -113,7 +113,8 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
         lines[name] = [options.experiment, *others, *own]
     if not lines:
         raise ValueError("`methods` or `variant` must name the methods to compare")
-    return of_seeds(lines, options.seeds, options.out), options.out
+    command = cli.Command(program, Options)
+    return of_seeds(lines, options.seeds, options.out, command), options.out
 
 
 def check_left_out(arguments: Sequence[str], *more: str) -> None:
@@ -124,7 +125,10 @@ def check_left_out(arguments: Sequence[str], *more: str) -> None:
 
 
 def of_seeds(
-    lines: dict[str, list[str]], seeds: int, out: pathlib.Path
+    lines: dict[str, list[str]],
+    seeds: int,
+    out: pathlib.Path,
+    command: cli.Command | None = None,
 ) -> dict[Key, Config]:
     """Returns the configurations of the command lines, each with seeds 0, 1, ….
 
@@ -140,7 +144,7 @@ def of_seeds(
             arguments = [*line, "--seed", str(seed), "--run-dir", str(folder)]
             if (folder / run_folder.CONFIG).exists():
                 arguments.append("--resume")
-            configs[name, seed] = config = cli.parse(arguments)
+            configs[name, seed] = config = cli.parse(arguments, command)
             if config.resume:
                 free = FREE_ON_RESUME - WORKERS
                 run_folder.check_same_experiment(config, folder, free)

@@ -31,6 +31,7 @@ from train.cluster.session import Session
 from train.config.schema import Config
 from train.process import command
 from train.process.exit_status import STOPPED, SUCCESS
+from train.process.messages import plain
 from train.run import cli
 from train.task import inside
 from train.task.asynchronous import Place
@@ -177,7 +178,7 @@ def compiled(
     sizes: dict[str, Any] = {"node": pod.groups, "local": locals, **axes}
     mesh = pod.mesh(**sizes)
     workers = lj.Workers(mesh=mesh, axes=("node", "local"))
-    task = task_of(config, warn=lambda text: print(text, file=sys.stderr))
+    task = task_of(config, warn=lambda text: print(plain(text), file=sys.stderr))
     source = task.forward.source
     batch = source.data, next(iter(source.batches(range(1))))
 
@@ -239,7 +240,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     program = "python -m train.compile"
     options, others = cli.run_with_others(Options, arguments, program, __doc__)
-    config = cli.parse([options.experiment, *others])
+    config = cli.parse([options.experiment, *others], cli.Command(program, Options))
     for name in ("mbit", "gbit", "efficiency"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

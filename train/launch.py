@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from train.process.exit_status import DELIBERATE, LOST, SIGNALED, WRONG_USAGE
-from train.process.messages import NOTHING_LOST, to_resume
+from train.process.messages import NOTHING_LOST, plain, to_resume
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str], module: str = "train") -> int:
         count, devices = options.processes, options.devices_per_process
         given = environments(count, devices, os.environ)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         return WRONG_USAGE
     again = ["python", "-m", "train.launch", "--processes", str(count)]
     again += [] if devices is None else ["--devices-per-process", str(devices)]
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str], module: str = "train") -> int:
         status, reason = run(options, [one | mine for one in given], module)
         if reason:
             again = how_to_continue(told.read().decode())
-            print(f"error: {reason}; {again}", file=sys.stderr)
+            print(f"error: {plain(reason)}; {plain(again)}", file=sys.stderr)
     return status
 
 

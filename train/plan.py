@@ -27,6 +27,7 @@ program and public figures of the chip (see `python -m train.compile`).
 The command writes no files, except for that of --plot.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -61,6 +62,8 @@ SIMULATED = (
     f"speeds and faults: simulated, {engine.STEPS} steps of each worker or more; where one "
     "is lost in lock step, the others wait for --timeout and go on without it"
 )
+
+SIMULATING = "simulating methods with workers that differ, which may take minutes"
 
 
 def of_numbers(options: Options) -> tuple[Setting, list[str]]:
@@ -168,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(unknown(others[0]))
         options.check()
         if options.experiment is not None:
-            config = cli.parse([options.experiment, *others])
+            config = cli.parse([options.experiment, *others], cli.Command(PROGRAM, Options))
             jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends it
             if not options.is_described:
                 session = rendezvous.join(config)
@@ -187,14 +190,7 @@ def plan(options: Options, config: Config | None, session: Session) -> int:
         else:
             compilation_cache.use(say=session.is_main and not options.json)
             setting, sources = of_experiment(options, config, session)
-        if options.differs and setting.links:
-            options.check_workers(setting.replicas)
-            setting = dataclasses.replace(setting, unequal=options)
-            sources = [*sources, SIMULATED]
-        if options.watts is not None:
-            sources = [*sources, ENERGY]
-        given = options.share, [*sources, EXCHANGES], options.price, options.watts
-        found = Plan(setting, *given) if setting.links else None
+        found = planned(options, setting, sources, session) if setting.links else None
     except (ValueError, ImportError) as error:
         if is_of_xla(error):
             raise
@@ -202,6 +198,27 @@ def plan(options: Options, config: Config | None, session: Session) -> int:
     if session.is_main:
         report(options, found)
     return SUCCESS
+
+
+def planned(
+    options: Options, setting: Setting, sources: list[str], session: Session
+) -> Plan:
+    """Returns the plan of a setting with exchanges, and draws it if that is asked for."""
+    with contextlib.ExitStack() as shown:
+        if options.differs:
+            options.check_workers(setting.replicas)
+            setting = dataclasses.replace(setting, unequal=options)
+            sources = [*sources, SIMULATED]
+            if session.is_main:
+                tell = shown.enter_context(progress.told(SIMULATING))
+                setting = dataclasses.replace(setting, tell=tell)
+        if options.watts is not None:
+            sources = [*sources, ENERGY]
+        given = options.share, [*sources, EXCHANGES], options.price, options.watts
+        plan = Plan(setting, *given)
+        if options.plot is not None and session.is_main:
+            plan.draw(options.plot)
+    return plan
 
 
 def unknown(argument: str) -> str:
@@ -217,8 +234,6 @@ def report(options: Options, plan: Plan | None) -> None:
     if plan is None:
         console.print("one worker: there are no exchanges to plan")
         return
-    if options.plot is not None:
-        plan.draw(options.plot)
     if options.json:
         print(json.dumps(plan.to_json(), indent=2))
         return

@@ -3,7 +3,10 @@
 import pathlib
 import sys
 
+from train.metrics.log import METRICS
 from train.process import command
+from train.process.messages import plain
+from train.run.folder import check_is_run
 from train.run.plots import draw
 
 
@@ -14,12 +17,23 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     for argument in arguments:
         try:
+            check_is_run(pathlib.Path(argument), METRICS)
             for path in draw(pathlib.Path(argument)):
                 print(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"error: {argument} cannot be drawn: {error!r}", file=sys.stderr)
+            print(f"error: {plain(_reason(argument, error))}", file=sys.stderr)
             return 2
     return 0
+
+
+def _reason(folder: str, error: Exception) -> str:
+    """Why a run cannot be drawn."""
+    match error:
+        case OSError():
+            return f"{folder} cannot be drawn: {error.strerror or error}"
+        case KeyError() | TypeError():
+            return f"{folder} cannot be drawn, its {METRICS} is damaged: {error!r}"
+    return str(error)
 
 
 if __name__ == "__main__":

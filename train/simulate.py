@@ -34,6 +34,7 @@ from train.metrics.drawing import plain_numbers, save, subplots, whole_numbers
 from train.planning.unequal import Unequal
 from train.process import command, compilation_cache
 from train.process.exit_status import SUCCESS
+from train.process.messages import counted
 from train.run import cli
 from train.task import asynchronous, schedules
 from train.task.experiment import Experiment
@@ -137,11 +138,11 @@ class Options(Unequal):
 def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
     """Returns the options and each method's configuration; ValueError for wrong usage."""
     common, own = _segments(arguments)
-    program = "python -m train.simulate"
-    options, others = cli.run_with_others(Options, common, program, __doc__)
+    command = cli.Command("python -m train.simulate", Options)
+    options, others = cli.run_with_others(Options, common, command.name, __doc__)
     configs: dict[str, Config] = {}
     for segment in own or [[]]:
-        config = cli.parse([options.experiment, *others, *segment])
+        config = cli.parse([options.experiment, *others, *segment], command)
         chosen = config.method.name.replace(":", ".")
         name, again = chosen, 2
         while name in configs:
@@ -386,13 +387,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     first = next(iter(configs.values()))
-    training = asynchronous.training(_alone(first), warn=console.print)
+    warn = progress.Progress(first.steps).warn
+    training = asynchronous.training(_alone(first), warn)
     runs = []
     for name, config in configs.items():
         runs.append(found := simulate(name, config, options, training))
         console.print(
-            f"{name}: {len(found.steps)} steps in {found.seconds:.4g} simulated seconds; "
-            f"the simulation took {found.wall:.1f} s"
+            f"{name}: {counted(len(found.steps), 'step')} in {found.seconds:.4g} simulated "
+            f"seconds; the simulation took {found.wall:.1f} s"
         )
     console.print(tables.markdown([found.row() for found in runs]), end="")
     if options.out is not None:

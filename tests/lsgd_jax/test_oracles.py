@@ -49,7 +49,9 @@ MORE = ("lsgd_single_leader", "easgd_combine_then_adapt", "pairwise_constant")
     "name, devices", mostly_slow(EACH, fast=[case for case in EACH if case[0] not in MORE])
 )
 def test_oracle(name, devices):
-    case, oracle = CASES[name], np.load(FOLDER / f"{name}.npz")
+    case = CASES[name]
+    with np.load(FOLDER / f"{name}.npz") as file:
+        oracle = dict(file)
     count = case["nodes"] * case["locals"]
     workers = lj.Workers(
         case["nodes"], case["locals"], devices=jax.devices()[: min(devices, count)]

@@ -36,6 +36,12 @@ def run(job, folder, count, before=lambda i: [], cache=None):
     return [json.loads(answer) for (answer,) in answers], outputs
 
 
+def loaded(path):
+    """The arrays of a file by their names, without the open file."""
+    with np.load(path) as file:
+        return dict(file)
+
+
 def test_the_processes_together_have_a_cpu_device_for_each_worker(tmp_path):
     answers, _ = run("devices", tmp_path, 2)
     assert answers == [[4, 8]] * 2
@@ -72,7 +78,7 @@ def test_processes_on_any_hosts_give_the_same_parameters(hosts, tmp_path):
     assert owned == ([[0, 1, 2, 3], [4, 5, 6, 7]] if hosts == 1 else IN_TURN)
     assert all(answer["sums"] == answers[0]["sums"] for answer in answers)
     for method in jobs.METHODS:
-        written = np.load(tmp_path / f"{method}.npz")
+        written = loaded(tmp_path / f"{method}.npz")
         for name, expected in jobs.train(method).items():
             got = written[name]
             assert np.ptp(expected, axis=0).max() > 1e-3  # the workers differ
@@ -81,7 +87,7 @@ def test_processes_on_any_hosts_give_the_same_parameters(hosts, tmp_path):
             else:
                 np.testing.assert_array_equal(got, expected, err_msg=f"{method} {name}")
     # Workers sharded over devices of several processes equal whole ones in this one.
-    written = np.load(tmp_path / "spread.npz")
+    written = loaded(tmp_path / "spread.npz")
     for name, expected in jobs.train("lsgd", lj.Workers(1, 2)).items():
         np.testing.assert_allclose(written[name], expected, rtol=1e-6, atol=1e-6)
 
@@ -109,7 +115,7 @@ def test_a_run_resumes_in_other_processes_with_the_same_or_other_workers(
     assert first["sources"] == second["sources"] and len(first["sources"]) == 8
     assert first["owned"] == [0, 1, 2, 3] and second["owned"] == [4, 5, 6, 7]
     folder = tmp_path / "run"
-    after = np.load(tmp_path / "after.npz")
+    after = loaded(tmp_path / "after.npz")
     again = open_run(jobs.configured(folder, 2, 4, steps=6, resume=True))
     assert again.step == 6 and again.resizing is None
     for name, x in jobs.numbers_of(again).items():
@@ -117,7 +123,7 @@ def test_a_run_resumes_in_other_processes_with_the_same_or_other_workers(
 
     # The checkpoint before is that of the first four workers.
     shutil.rmtree(folder / "checkpoints" / "6")
-    before = np.load(tmp_path / "before.npz")
+    before = loaded(tmp_path / "before.npz")
     same = open_run(jobs.configured(folder, 2, 2, steps=6, resume=True))
     for name, x in jobs.numbers_of(same).items():
         np.testing.assert_array_equal(x, before[name])

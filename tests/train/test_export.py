@@ -59,7 +59,7 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(
     said = refusal(main, [str(run.folder), "out"])
     assert said == "error: `out` must be a new folder, but out exists\n"
     said = refusal(main, ["nothing", "new"])
-    assert said == "error: nothing is no run folder: it holds no config.json\n"
+    assert said == "error: nothing is no run folder: it does not exist\n"
     assert "error: run, out must be given" in refusal(main, [])
     no_space = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("safetensors.numpy.save", no_space)

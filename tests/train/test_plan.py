@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from train import plan
-from train.planning import measurement
+from train.planning import engine, measurement
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/is_it_worth_it.md"
@@ -115,6 +115,18 @@ def test_candidates_for_measured_values(inside, everywhere, expected, planned, m
         "a step without exchanges: 100 ms, measured here",
         "parameters: 0.307 MB in float32",
     ]
+
+
+def test_a_plan_that_simulates_says_so(monkeypatch, capsys):
+    """It takes minutes, and JSON has standard output to itself."""
+    pace = engine.Pace(0.1, 0.0, 0.0, 0.0, 0.1, 0.1)
+    for name in ("lock_step", "free_running"):
+        monkeypatch.setattr(engine, name, lambda *given: pace)
+    for more in ([], ["--slow", "0", "2"]):
+        assert plan.main([*SITES.split(), "--json", *more]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["candidates"]
+        assert captured.err == (f"{plan.SIMULATING}\n" if more else "")
 
 
 @pytest.mark.slow

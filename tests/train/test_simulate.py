@@ -129,7 +129,12 @@ def test_options_after_a_method_belong_to_it(mbit):
         ("--step-ms 0", "`step` must be positive"),
         ("--timeout 0", "`timeout` must be positive, got timeout=0.0"),
         ("--loss 2", "`loss` must be in"),
-        ("--nonsense 1", "--nonsense"),
+        (
+            "--nonsense 1",
+            "--nonsense; see python -m train.simulate --help and python -m tr",
+        ),
+        ("--methd x", "did you mean --method?; see python -m train.simulate --help and "),
+        ("--stepms 3", "did you mean --step-ms?; see python -m train.simulate --help and "),
     ],
 )
 def test_wrong_usage(options, message, refusal):

@@ -26,7 +26,7 @@ from train.cluster.session import Session, gather, is_of_xla
 from train.config.schema import FREE_PER_PROCESS, Config, fields
 from train.process import numerics
 from train.process.exit_status import LOST, WRONG_USAGE
-from train.process.messages import one_line
+from train.process.messages import one_line, plain
 
 
 JAX_LATER_S = 30  # jax gives up so much later than this module, by aborting the process
@@ -296,7 +296,7 @@ def _ended_if_late(config: Config, started: Started) -> Generator[None]:
             "(--distributed.start-timeout): were all of them started, and can this host "
             "reach that address?"
         )
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"error: {plain(line)}", file=sys.stderr, flush=True)
         os._exit(LOST)
 
     timer = threading.Timer(seconds, end)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from train.process.exit_status import CRASHED, INTERRUPTED, LOST
-from train.process.messages import one_line
+from train.process.messages import one_line, plain
 
 
 LAST_LINES_S = 2.0  # time for the other processes to print before process 0 exits
@@ -121,7 +121,8 @@ class Session:
           The exit status, if this process is alone.
         """
         sys.stdout.flush()  # so that this line is the last one, also in a file of both
-        print(line if status == INTERRUPTED else f"error: {line}", file=sys.stderr)
+        start = "" if status == INTERRUPTED else "error: "
+        print(start + plain(line), file=sys.stderr)
         if self.has_others:
             sys.stderr.flush()
             if self.is_main:  # jax aborts the others when this process exits

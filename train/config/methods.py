@@ -327,10 +327,12 @@ def _kind(hint: Any, default: Any) -> Any:
 
 
 def _class(row: Row) -> type[Method]:
+    options = [_options(function, row) for function in row.functions]
+    _check_merge(row, options)
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),
         (),
-        bases=(*(_options(function, row) for function in row.functions), Method),
+        bases=(*options, Method),
         namespace={
             "__module__": __name__,
             "name": row.name,
@@ -340,6 +342,24 @@ def _class(row: Row) -> type[Method]:
         },
         frozen=True,
     )
+
+
+def _check_merge(row: Row, options: list[type]) -> None:
+    """Raises ValueError if factories share an option with another type or default.
+
+    Both would get the value of one of them.
+    """
+    seen: dict[str, tuple[str, Any]] = {}
+    for each in options:
+        for field in dataclasses.fields(each):
+            found = field.type, field.default
+            other, before = seen.setdefault(field.name, (each.__name__, found))
+            if found != before:
+                raise ValueError(
+                    f"{row.name} has two options `{field.name}`: that of {other} has the "
+                    f"default {before[1]!r}, that of {each.__name__} {field.default!r}; "
+                    "rename one, or give both a default"
+                )
 
 
 METHODS: Mapping[str, type[Method]] = {row.name: _class(row) for row in ROWS}

@@ -56,7 +56,14 @@ def _are_axes(inside: tuple[str, ...]) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    return text not in ("", ".", "..") and "/" not in text
+    is_plain = text.isprintable() and "/" not in text
+    is_own = text not in ("", ".", "..")
+    return is_own and is_plain and len(text.encode()) <= LONGEST_NAME
+
+
+def _is_project(text: str) -> bool:
+    parts = text.split("/")
+    return all(parts) and len(parts) <= 2
 
 
 def _is_address(text: str) -> bool:
@@ -68,7 +75,10 @@ def _ascend(steps: tuple[int, ...]) -> bool:
     return all(before < step for before, step in zip((0, *steps), steps))
 
 
+LONGEST_NAME = 200  # bytes; file systems take 255, and a date follows it
+
 COUNT = Rule("a positive int", lambda x: type(x) is int and x > 0)
+NAME = Rule(f"a name for a folder, of at most {LONGEST_NAME} bytes", _is_name)
 NOT_EMPTY = Rule("a path, not empty", bool)
 POSITIVE = Rule("positive and finite", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Rule("at least 0 and finite", lambda x: 0 <= x < math.inf)
@@ -131,8 +141,8 @@ class DataConfig:
     # Folder of the data: the official cifar-10-batches-bin (cifar10), or a folder with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).
     dir: Annotated[str | None, PATH, FILES, LOCAL] = None
-    # Text files to learn; the last tenth is for validation. Defaults to the source of
-    # Python's standard library (text).
+    # Text files to learn, joined; the last tenth, at most 262,144 tokens, is for
+    # validation. Defaults to the source of Python's standard library (text).
     files: Annotated[tuple[str, ...], PATH, TEXT, LOCAL] = ()
     # Tokens of a text: the characters of a UTF-8 file, or bytes (text).
     tokens: Annotated[Tokens, TEXT] = "characters"
@@ -340,7 +350,7 @@ class Config:
     """One experiment."""
 
     # Name of the run, which begins the name of its folder.
-    name: Annotated[str, Rule("a name for a folder", _is_name)]
+    name: Annotated[str, NAME]
     # The network.
     model: Model
     # The data that the workers learn from.
@@ -381,12 +391,12 @@ class Config:
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
-    # Project of Weights & Biases to which the metrics are sent, too. It needs the extra
-    # `wandb`.
-    wandb: Annotated[str | None, FREE] = None
+    # Project of Weights & Biases, or TEAM/PROJECT, to which the metrics are sent, too. It
+    # needs the extra `wandb`.
+    wandb: Annotated[str | None, Rule("PROJECT or TEAM/PROJECT", _is_project), FREE] = None
     # Project of trackio, on this machine or where its environment variables say, to which
     # the metrics are sent, too. It needs the extra `trackio`.
-    trackio: Annotated[str | None, FREE] = None
+    trackio: Annotated[str | None, Rule("the name of a project", bool), FREE] = None
     # Folder in which new run folders are created.
     runs: Annotated[str, PATH, NOT_EMPTY, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
@@ -444,6 +454,7 @@ FREE_ON_RESUME = FREE_PER_PROCESS | {
 }
 
 FLOAT32_MAX = 3.4028235e38
+FLOAT32_MIN = 1.1754944e-38  # below it, devices compute with 0
 MOST_WORKERS = 2**16  # jax needs longer to place many more than any run lasts
 
 
@@ -470,6 +481,8 @@ def check_each(values: Mapping[str, Any]) -> None:
         for x in value if isinstance(value, tuple) else (value,):
             if type(x) is float and not abs(x) <= FLOAT32_MAX:
                 _refuse(name, "finite as a float32", values)
+            if type(x) is float and 0 < abs(x) < FLOAT32_MIN:
+                _refuse(name, "above 1.2e-38, below which a float32 is 0", values)
             if type(x) is int and abs(x) >= 2**31 and name != "seed":
                 _refuse(name, "less than 2**31", values)
 

@@ -96,7 +96,14 @@ def changed(config: Config, given: Mapping[str, Any]) -> Config:
         warmup = min(new["optimizer.warmup_steps"], max(0, new["steps"] // 2))
         defaults["optimizer.warmup_steps"] = warmup
     defaults |= {name: SETTINGS[name].default for name, _ in without_effect(new)}
-    return _built(new | defaults | given)
+    made = _built(new | defaults | given)
+    # A run that began without them may be resumed.
+    if made.optimizer.schedule == "drops" and not (made.optimizer.drop_at or made.resume):
+        raise ValueError(
+            "`optimizer.drop_at` must have the steps of the drops with "
+            "optimizer.schedule=drops, got optimizer.drop_at=()"
+        )
+    return made
 
 
 def _built(values: Mapping[str, Any]) -> Config:
@@ -208,7 +215,8 @@ def _naming(path: os.PathLike) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
     except RecursionError:
         reason = "its values are nested too deep"
         raise ValueError(f"{path} cannot be read: {reason}") from None

@@ -1,21 +1,31 @@
 """ImageNet, or any images in one folder per class, which stay in their files until read."""
 
+import collections
 import dataclasses
 import hashlib
+import io
 import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from train.data.arrays import DataError, Images
+from train.process.messages import counted
 
 
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
-SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF")
+KINDS = "JPEG, PNG, BMP, WebP, GIF or TIFF"
+SUFFIXES = (
+    *(".jpeg", ".jpg", ".jpe", ".jfif"),
+    *(".png", ".bmp", ".webp", ".gif", ".tiff", ".tif"),
+)
+MOST_NAMED = 5  # files in a message
 
 AREA = (0.08, 1.0)  # as a share of the image
 RATIO = (3 / 4, 4 / 3)  # width / height
@@ -30,6 +40,22 @@ SPARE = 2
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
+# Seconds before each further attempt to read a file: a network file system may be away for
+# a minute. A file that is missing from a folder that is there gets a single one.
+WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+# How to turn an image upright, by the orientation that a camera has noted.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+SIDEWAYS = (5, 6, 7, 8)
+
 
 @dataclasses.dataclass(frozen=True)
 class Files:
@@ -40,12 +66,14 @@ class Files:
       classes: the names of the class folders; a label is an index of this tuple.
       names: the names of the files, as bytes [N].
       labels: int32 [N].
+      left_out: the files and folders in the class folders that are no images, by path.
     """
 
     folder: str
     classes: tuple[str, ...]
     names: np.ndarray
     labels: np.ndarray
+    left_out: tuple[str, ...] = ()
 
     def path(self, row: int) -> str:
         """The path of an image."""
@@ -89,17 +117,20 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
     """Finds the images in FOLDER/train/CLASS/ and FOLDER/val/CLASS/.
 
     The classes are the names of the folders, in alphabetical order. Images are files whose
-    names end with .jpeg, .jpg, .png, .bmp or .webp in any case. Other files are ignored, as
-    are hidden files and folders. No image is opened.
+    names end with .jpeg, .jpg, .jpe, .jfif, .png, .bmp, .webp, .gif, .tiff or .tif in any
+    case. Other files and nested folders are left out, see `left_out`. Hidden files and
+    folders are ignored. No image is opened.
 
     Raises:
-      DataError: folders are missing, a class has no images, or `train` and `val` have
-        different classes.
+      DataError: folders are missing, there are fewer than two classes, a class has no
+        images, or `train` and `val` have different classes.
 
     >>> load("no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     train.data.arrays.DataError: no/such/folder does not exist; ImageNet must be a ...
     """
+    # Pillow's warnings name no file, and an image that it cannot read is reported anyway.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     top = pathlib.Path(os.path.expanduser(folder))
     if not top.is_dir():
         wrong = "is not a folder" if top.exists() else "does not exist"
@@ -117,6 +148,11 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
                 f"{top}: train and val must have the same classes, but {len(missing)} of "
                 f"them are only in {where}: {', '.join(missing[:5])}"
             )
+    if len(train.classes) < 2:
+        raise DataError(
+            f"{top} must have at least two classes to tell apart, a folder for each, got "
+            f"only {train.classes[0]}"
+        )
     return ImageFolder(train, test, image_size)
 
 
@@ -130,18 +166,37 @@ def _find(folder: pathlib.Path) -> Files:
         loose = sum(map(_is_image, entries))
         raise DataError(
             f"{folder} must hold one folder per class, got none"
-            + (f", but {loose} images; move them into class folders" if loose else "")
+            + (f", but {counted(loose, 'image')}; use class folders" if loose else "")
         )
-    names = [
-        sorted(os.fsencode(x.name) for x in _entries(folder / name) if _is_image(x))
-        for name in classes
-    ]
+    names: list[list[bytes]] = []
+    left_out: list[str] = []
+    for name in classes:
+        inside = _entries(folder / name)
+        names.append(sorted(os.fsencode(x.name) for x in inside if _is_image(x)))
+        left_out += sorted(x.path for x in inside if not _is_image(x))
     if empty := [name for name, found in zip(classes, names) if not found]:
-        named = ", ".join(f"{name}/" for name in empty[:5])
-        raise DataError(f"{folder} must have images in each class, but none is in {named}")
+        named = ", ".join(f"{name}/" for name in empty[:MOST_NAMED])
+        raise DataError(
+            f"{folder} must have images in each class, but none is in {named}"
+            + (f"; {describe_left_out(left_out)}" if left_out else "")
+        )
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), list(map(len, names)))
     every = np.array(list(itertools.chain.from_iterable(names)))
-    return Files(str(folder), tuple(classes), every, labels)
+    return Files(str(folder), tuple(classes), every, labels, tuple(left_out))
+
+
+def describe_left_out(paths: Sequence[str]) -> str:
+    """Counts the files and folders that are no images, by kind, and names the first ones.
+
+    >>> describe_left_out(["ant/a.txt", "b/c.TXT"])
+    'left out, because they are no images: 2 .txt (ant/a.txt, b/c.TXT)'
+    """
+    suffixes = (pathlib.PurePath(path).suffix.lower() for path in paths)
+    kinds = collections.Counter(suffix or "without a suffix" for suffix in suffixes)
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(MOST_NAMED))
+    named = ", ".join(paths[:MOST_NAMED])
+    more = ", …" if len(paths) > MOST_NAMED else ""
+    return f"left out, because they are no images: {counted} ({named}{more})"
 
 
 def _entries(folder: pathlib.Path) -> list[os.DirEntry]:
@@ -163,13 +218,16 @@ def some(files: Files, count: int, seed: int, size: int) -> Images:
       DataError: no image can be read.
     """
     pixels, labels = [], []
+    waits = iter(WAITS)
+    pause = lambda seconds, error: time.sleep(seconds)
     for row in np.random.default_rng(seed).permutation(len(files.labels)):
         if len(labels) == count:
             break
         try:
-            pixels.append(read(files.path(row), size, center_box))
+            found = patiently(files.path(row), size, center_box, waits, pause)
         except Exception:  # Pillow raises many types
             continue
+        pixels.append(found)
         labels.append(files.labels[row])
     if not labels:
         raise DataError(f"no image in {files.folder} can be read")
@@ -179,37 +237,106 @@ def some(files: Files, count: int, seed: int, size: int) -> Images:
 # From a file to pixels
 
 
+def patiently(
+    path: str,
+    size: int,
+    box_of: Callable[[int, int], Box],
+    waits: Iterator[float],
+    pause: Callable[[float, OSError], object],
+) -> np.ndarray:
+    """Like `read`, but tries again while the system cannot give the file.
+
+    Args:
+      path, size, box_of: see `read`.
+      waits: the seconds before each further attempt.
+      pause: waits; it is called with these seconds and the error.
+
+    Raises:
+      OSError, SyntaxError, ValueError, …: see `read`.
+    """
+    attempt = 0
+    while True:
+        try:
+            return read(path, size, box_of)
+        except OSError as error:
+            if not is_of_the_system(error) or (attempt and _is_missing(path)):
+                raise
+            seconds = next(waits, None)
+            if seconds is None:
+                raise
+            attempt += 1
+            pause(seconds, error)
+
+
+def is_of_the_system(error: BaseException) -> bool:
+    """Whether a file could not be read; otherwise its content is no image.
+
+    Content is decoded in memory, where no error has a number.
+    """
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def _is_missing(path: str) -> bool:
+    """Whether the folder of a file is there, and the file is not."""
+    return os.path.isdir(os.path.dirname(path)) and not os.path.exists(path)
+
+
 def read(path: str, size: int, box_of: Callable[[int, int], Box]) -> np.ndarray:
     """Reads a part of an image as RGB, scaled to size x size with antialiasing.
 
-    Gray, CMYK and palette images are converted. Transparency and the orientation tag of a
-    camera are ignored. Large JPEGs are decoded at a fraction of their size, with at least
-    two pixels per axis for each pixel of the result.
+    Images are turned upright by the orientation that a camera has noted. Gray, CMYK and
+    palette images are converted, and transparency is ignored. Only the first of several
+    pictures in a file counts. Large JPEGs are decoded at a fraction of their size, with at
+    least two pixels per axis for each pixel of the result.
 
     Args:
-      path: a JPEG, PNG, BMP or WebP file with any name.
+      path: a JPEG, PNG, BMP, WebP, GIF or TIFF file with any name.
       size: side of the result.
-      box_of: returns the part to take, from the (width, height) of the image.
+      box_of: returns the part to take, from the (width, height) of the upright image.
 
     Returns:
       uint8 [size, size, 3].
 
     Raises:
+      OSError: the file cannot be read, see `is_of_the_system`.
       OSError, SyntaxError, ValueError, …: not an image, or a truncated one.
     """
-    with Image.open(path, formats=FORMATS) as image:
+    content = io.BytesIO(pathlib.Path(path).read_bytes())
+    with Image.open(content, formats=FORMATS) as image:
+        orientation = _orientation(image)
         width, height = image.size
+        if orientation in SIDEWAYS:
+            width, height = height, width
         left, top, right, bottom = box_of(width, height)
         spare = SPARE * size / min(right - left, bottom - top)
-        image.draft(None, (math.ceil(width * spare), math.ceil(height * spare)))
-        across, down = image.width / width, image.height / height
+        image.draft(None, (math.ceil(image.width * spare), math.ceil(image.height * spare)))
+        upright = _rgb(image)
+        if orientation in TURNS:
+            upright = upright.transpose(TURNS[orientation])
+        across = upright.width / width
+        down = upright.height / height
         box = (left * across, top * down, right * across, bottom * down)
-        part = _rgb(image).resize((size, size), Image.Resampling.BILINEAR, box)
+        part = upright.resize((size, size), Image.Resampling.BILINEAR, box)
     return np.asarray(part)
 
 
+def _orientation(image: Image.Image) -> int:
+    """The orientation that a camera has noted, 1 to 8; 1 if there is none.
+
+    Pillow turns TIFF images itself.
+    """
+    if image.format == "TIFF":
+        return 1
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a damaged note does not make the pixels unreadable
+        return 1
+
+
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "I;16":  # Pillow would clip 16-bit values instead of scaling them
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers, whose range is unknown")
+    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit values and not scale them
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode == "P":
         image = image.convert("RGBA")  # a palette may hold transparent colors

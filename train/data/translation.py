@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,8 +89,7 @@ class Subwords:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            reason = str(error).splitlines()[0].rpartition("] ")[2]
-            raise DataError(f"`data.subwords`={size} cannot be learned: {reason}") from None
+            raise DataError(_why_not_learned(str(error), size)) from None
         return cls(model.getvalue())
 
     @classmethod
@@ -104,6 +104,21 @@ class Subwords:
         """The vocabulary as JSON, with additional notes."""
         model = base64.b64encode(self.model).decode()
         return json.dumps({"sentencepiece": model, **notes}) + "\n"
+
+
+def _why_not_learned(error: str, size: int) -> str:
+    """The message for an error of SentencePiece, whose advice names options of its own.
+
+    >>> _why_not_learned("Vocabulary size is smaller than required_chars. 3 vs 264.", 3)
+    '`data.subwords` must be at least 264 for these characters, got data.subwords=3'
+    """
+    if needed := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return (
+            f"`data.subwords` must be at least {needed[1]} for these characters, got "
+            f"data.subwords={size}"
+        )
+    reason = error.splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+    return f"`data.subwords`={size} cannot be learned: {reason}"
 
 
 def _sentencepiece() -> Any:

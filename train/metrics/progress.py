@@ -1,14 +1,17 @@
 """Progress of a run: a bar on a terminal, a line every few seconds elsewhere."""
 
+import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import rich.console
 import rich.markup
 import rich.progress
+
+from train.process.messages import plain
 
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -22,10 +25,34 @@ def console(**options: Any) -> rich.console.Console:
 
     Rich prints nothing at COLUMNS=0, which containers set. It stands for an unknown width.
     """
-    made = rich.console.Console(highlight=False, **options)
+    made = rich.console.Console(highlight=False, emoji=False, **options)
     if not all(made.size):
         made.size = rich.console.ConsoleDimensions(made.width or 80, made.height or 25)
     return made
+
+
+@contextlib.contextmanager
+def told(line: str) -> Generator[Callable[[str], object]]:
+    """Says on standard error what takes long: a line, which a terminal shows until the end.
+
+    Yields:
+      A function to call with each part that is done. Elsewhere than on a terminal its first
+      call prints the line, so that nothing precedes the message of an early error.
+    """
+    shown = console(stderr=True)
+    if shown.is_terminal:
+        with shown.status(line) as status:
+            done = lambda part: status.update(f"{line}: {rich.markup.escape(part)} is done")
+            yield done
+        return
+    said: list[str] = []
+
+    def say_once(part: str) -> None:
+        if not said:
+            print(line, file=sys.stderr)
+        said.append(part)
+
+    yield say_once
 
 
 class Progress:
@@ -86,14 +113,16 @@ class Progress:
 
     def warn(self, text: str) -> None:
         """Prints a warning that is the same in all processes, in the main one only."""
-        self._console.print(f"[bold]warning:[/] {rich.markup.escape(text)}", soft_wrap=True)
+        shown = rich.markup.escape(plain(text))
+        self._console.print(f"[bold]warning:[/] {shown}", soft_wrap=True)
 
     def warn_here(self, text: str) -> None:
         """Prints a warning that may concern only this process."""
         if self._process == 0:
             self.warn(text)
         else:
-            print(f"process {self._process}: warning: {text}", file=sys.stderr)
+            shown = plain(text)
+            print(f"process {self._process}: warning: {shown}", file=sys.stderr)
 
     def tested(self, result: str) -> None:
         """Sets the test result that is shown beside the progress."""

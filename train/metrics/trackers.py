@@ -73,8 +73,10 @@ class JsonLines:
 Opened = tuple[Any, Callable[[Mapping[str, float], int], None]]  # a run, and its log
 
 
-def _wandb(init: Any, kept: pathlib.Path, name: str, **given: Any) -> Opened:
-    run = init(name=name, id=_kept_id(kept), dir=str(kept.parent), **given)
+def _wandb(init: Any, kept: pathlib.Path, name: str, project: str, **given: Any) -> Opened:
+    team, _, own = project.rpartition("/")
+    where = {"entity": team or None, "project": own}
+    run = init(name=name, id=_kept_id(kept), dir=str(kept.parent), **where, **given)
     # Its own steps only grow, and events of one step would collide.
     return run, lambda sent, step: run.log({**sent, "step": step})
 
@@ -95,7 +97,7 @@ class Service:
 
     Args:
       package: a key of `SERVICES`.
-      project: the project.
+      project: the project; for Weights & Biases also TEAM/PROJECT.
       folder: the run folder. It keeps the id of the run of the project, which a resumed run
         continues.
       settings: the settings of the run.

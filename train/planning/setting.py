@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lsgd_jax as lj
@@ -36,6 +36,7 @@ class Setting:
       chips: number of all chips.
       hides: the share of a step behind which a message with a delay is hidden in the
         compiled programs, by whether it has few bits; all of it if nothing was compiled.
+      tell: called with the name of each candidate that has been simulated.
     """
 
     parameters: float
@@ -49,6 +50,7 @@ class Setting:
     unequal: Unequal | None = None
     chips: int = 1
     hides: Mapping[bool, float] = dataclasses.field(default_factory=dict)
+    tell: Callable[[str], object] = lambda name: None
 
     @property
     def widest(self) -> Link:
@@ -179,16 +181,19 @@ class Setting:
         method, period = found.method, found.periods[-1]
         inside = self.links[INSIDE].workers if INSIDE in self.links else 1
         given = (self.replicas // inside, inside), found.step, self.unequal
-        if method.name not in ASYNCHRONOUS:
+        sent, peak = found.sent, found.peak
+        if method.name in ASYNCHRONOUS:
+            options: dict[str, Any] = {"local_steps": period, "wire": method.wire}
+            if method.fragments > 1:
+                options["fragments"] = method.fragments
+            running = trained.make(method.name, **options).asynchronous()
+            network, size = self._network, self.parameters
+            pace = engine.free_running(running, period, network, size, *given)
+            sent = 4 * size * pace.sent
+            peak = 4 * size * pace.peak
+        else:
             pace = engine.lock_step(_timed(found), *given)
-            return dataclasses.replace(found, pace=pace)
-        options: dict[str, Any] = {"local_steps": period, "wire": method.wire}
-        if method.fragments > 1:
-            options["fragments"] = method.fragments
-        running = trained.make(method.name, **options).asynchronous()
-        pace = engine.free_running(running, period, self._network, self.parameters, *given)
-        whole = 4 * self.parameters
-        sent, peak = whole * pace.sent, whole * pace.peak
+        self.tell(found.name)
         return dataclasses.replace(found, pace=pace, sent=sent, peak=peak)
 
     @property

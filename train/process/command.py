@@ -12,7 +12,11 @@ from collections.abc import Callable, Generator
 from typing import Any, TextIO
 
 from train.process.exit_status import SIGNALED, STOPPED, WRONG_USAGE
+from train.process.messages import plain
 from train.process.output import python_only
+
+
+UTF8 = ["-X", "utf8"]  # options of Python
 
 
 class Lasting:
@@ -75,9 +79,13 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
     """
     if sys.getfilesystemencoding() != "utf-8":
         # TensorStore requires UTF-8 paths. With LANG=C, for example, Python has to be
-        # restarted, because it fixes the encoding at startup.
-        environment = os.environ | {"PYTHONUTF8": "1"}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        # restarted, because it fixes the encoding at startup. Of several -X utf8=… the
+        # first one counts, which also overrides PYTHONUTF8.
+        if sys.orig_argv[1:3] == UTF8:
+            print("error: Python does not start in UTF-8 mode", file=sys.stderr)
+            return WRONG_USAGE
+        environment = os.environ | {"PYTHONUTF8": "1"}  # of the processes that it starts
+        os.execve(sys.executable, [sys.executable, *UTF8, *sys.orig_argv[1:]], environment)
     _open_standard_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     sys.stdout = python_only(sys.stdout)
@@ -98,7 +106,7 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return SIGNALED + signal.SIGPIPE
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         return STOPPED
 
 
@@ -116,7 +124,7 @@ def with_status(main: Callable[..., int]) -> Callable[..., int]:
             raise  # `run` is silent about it
         except (OSError, ValueError, ImportError) as error:
             sys.stdout.flush()  # so that this line is the last one, also in a file of both
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {plain(str(error))}", file=sys.stderr)
             return STOPPED if isinstance(error, OSError) else WRONG_USAGE
 
     return run

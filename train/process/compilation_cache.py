@@ -19,6 +19,8 @@ from typing import Any
 import filelock
 import jax
 
+from train.process.messages import plain
+
 
 MAX_BYTES = 2**30  # the programs of `digits` take 0.5 MB
 # Half of the programs of `digits` compile faster than this, but take only 0.3 s of 9 s in
@@ -54,7 +56,8 @@ def use(say: bool = True) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         if say:
             print(
-                f"warning: compiled programs are not kept for the next start: {error} "
+                "warning: compiled programs are not kept for the next start: "
+                f"{plain(str(error))} "
                 "(JAX_COMPILATION_CACHE_DIR names another folder)",
                 file=sys.stderr,
             )

@@ -26,6 +26,26 @@ def one_line(error: Exception | str, longest: int = 200) -> str:
     return line if len(line) <= longest else f"{line[:half]} … {line[-half:]}"
 
 
+def plain(text: str) -> str:
+    """The text in one line, with escapes for characters that a terminal obeys.
+
+    Messages name files, and a name may hold such characters.
+
+    >>> print(plain("é\\x1b[2J\\nwarning.jpeg"))
+    é\\x1b[2J\\nwarning.jpeg
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things, with a plural in s.
+
+    >>> counted(1, "step"), counted(2, "image")
+    ('1 step', '2 images')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def check_installed(what: str, extra: str, *packages: str) -> None:
     """Raises ValueError if a package is not installed.
 

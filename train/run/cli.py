@@ -13,7 +13,7 @@ import pathlib
 import re
 import typing
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import jax
 import tyro
@@ -23,6 +23,7 @@ import lsgd_jax as lj
 from train.config import experiments, settings
 from train.config.methods import find
 from train.config.schema import SETTINGS, Config, settings_of
+from train.process.exit_status import SUCCESS, WRONG_USAGE
 from train.process.messages import meant, suggestion
 from train.run import folder as run_folder
 
@@ -52,16 +53,35 @@ PATHS = tyro.constructors.ConstructorRegistry()
 WHERE = "name", "runs", "run_dir", "resume"
 
 
-def parse(arguments: Sequence[str]) -> Config:
+class Command(NamedTuple):
+    """Another command that takes the options of the trainer, too.
+
+    Attributes:
+      name: the command, as the user types it.
+      options: the function or the dataclass of its own options.
+    """
+
+    name: str
+    options: Callable[..., Any]
+
+
+def parse(arguments: Sequence[str], command: Command | None = None) -> Config:
     """Returns the configuration for a command line.
 
     Settings come from the experiment, or from the run to resume and the workers of its
     latest checkpoint; then from the file of --config; then from the options.
 
+    Args:
+      arguments: the command line.
+      command: the command whose remaining options these are, for its name in messages.
+
     Raises:
       ValueError: a wrong command line, or an impossible setting.
-      SystemExit: --help or --version was given and has been printed.
+      SystemExit: --help, --version or nothing was given, and its answer has been printed.
     """
+    if not arguments:
+        _print_experiments()
+        raise SystemExit(WRONG_USAGE)
     hints = {name: SETTINGS[name].hint for name in SETTINGS if name != "experiment"}
     hints |= {"method": str, "config": pathlib.Path}
     start = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
@@ -85,12 +105,23 @@ def parse(arguments: Sequence[str]) -> Config:
     if HELP.intersection(rest):
         _print_help(settings.changed(config, given), prog, text)
     if rest:
-        reason = _unrecognized(rest[0], [*map(_option, hints | own)])
-        raise ValueError(f"{reason}; see {prog} --help")
+        raise ValueError(_unknown(rest[0], hints | own, prog, command))
     config = settings.changed(config, given)
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
     return config
+
+
+def _unknown(
+    argument: str, known: Mapping[str, Any], prog: str, command: Command | None
+) -> str:
+    """The message for an argument that neither the trainer nor the command knows."""
+    names = [*map(_option, known)]
+    where = f"{prog} --help"
+    if command is not None:
+        names += [_option(name) for name, _ in _hints(command.options)]
+        where = f"{command.name} --help and {where}"
+    return f"{_unrecognized(argument, names)}; see {where}"
 
 
 def _named(arguments: list[str], file: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -137,12 +168,17 @@ def _print_general_help(arguments: Sequence[str]) -> None:
     """Prints the version or the experiments, if that is asked for, and exits."""
     if list(arguments) == ["--version"]:
         print(f"lsgd_jax {lj.__version__}, jax {jax.__version__}")
-        raise SystemExit(0)
+        raise SystemExit(SUCCESS)
     if HELP.intersection(arguments):
-        texts = {name: experiments.load(name)[0] for name in experiments.names()}
-        lines = (f"{name:19}{text.splitlines()[0]}" for name, text in texts.items())
-        print(f"usage: {PROGRAM} NAME [OPTIONS]\n\n{DESCRIPTION}", *lines, sep="\n")
-        raise SystemExit(0)
+        _print_experiments()
+        raise SystemExit(SUCCESS)
+
+
+def _print_experiments() -> None:
+    """Prints the usage and a line for each experiment."""
+    texts = {name: experiments.load(name)[0] for name in experiments.names()}
+    lines = (f"{name:19}{text.splitlines()[0]}" for name, text in texts.items())
+    print(f"usage: {PROGRAM} NAME [OPTIONS]\n\n{DESCRIPTION}", *lines, sep="\n")
 
 
 def _print_help(config: Config, prog: str, text: str) -> NoReturn:
@@ -312,12 +348,14 @@ def _of_a_value(option: str, message: str) -> str:
     "--steps must be an int, got '1e3'"
     >>> _of_a_value("--rate", "no type matching {None}|FLOAT could be ... from ['a']")
     "--rate must be a number, got 'a'"
+    >>> _of_a_value("--betas", "no type matching {None}|{FLOAT FLOAT} could ... ['0.9']")
+    "--betas must be two numbers, got '0.9'"
     """
-    if optional := re.match(
-        r"no type matching \{None\}\|(INT|FLOAT) .*\['(.*)'\]", message
-    ):
+    if optional := re.match(r"no type matching \{None\}\|(INT|FLOAT) .*\[(.*)\]", message):
         kind = {"INT": "an int", "FLOAT": "a number"}[optional[1]]
-        return f"{option} must be {kind}, got {optional[2]!r}"
+        return f"{option} must be {kind}, got {optional[2]}"
+    if pair := re.match(r"no type matching \{None\}\|\{FLOAT FLOAT\} .*\[(.*)\]", message):
+        return f"{option} must be two numbers, got {pair[1]}"
     for start, kind in NUMBERS.items():
         if message.startswith(start):
             return f"{option} must be {kind}, got {message.removeprefix(start)}"

@@ -60,8 +60,19 @@ def to_resume(config: Config) -> pathlib.Path:
     """Returns the folder of the run to resume."""
     if config.run_dir is None:
         return newest(config.runs, config.name)
-    check_utf8(pathlib.Path(config.run_dir))
-    return pathlib.Path(config.run_dir)
+    folder = pathlib.Path(config.run_dir)
+    check_utf8(folder)
+    check_is_run(folder)
+    return folder
+
+
+def check_is_run(folder: pathlib.Path, file: str = CONFIG) -> None:
+    """Raises ValueError if a folder is missing, or holds no such file of a run."""
+    if not folder.is_dir():
+        wrong = "is not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} is no run folder: it {wrong}")
+    if not (folder / file).exists():
+        raise ValueError(f"{folder} is no run folder: it holds no {file}")
 
 
 def check_utf8(folder: pathlib.Path) -> None:
@@ -102,7 +113,10 @@ def unused(wanted: pathlib.Path) -> pathlib.Path:
 
 def taken(path: pathlib.Path) -> bool:
     """Whether a path exists and is not an empty folder."""
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if not path.is_dir():
+        return path.exists()
+    # A file system of its own has this folder from the start.
+    return any(entry.name != "lost+found" for entry in path.iterdir())
 
 
 def choose(config: Config) -> pathlib.Path:

@@ -15,7 +15,7 @@ from train.config import settings
 from train.config.schema import Config
 from train.data.translation import Subwords
 from train.run.checkpoints import BestAndFinite, Unreadable, notes_of, read_model, steps_in
-from train.run.folder import CHECKPOINTS, CONFIG
+from train.run.folder import CHECKPOINTS, CONFIG, check_is_run
 from train.task import datasets, models
 from train.task.datasets import VOCABULARIES, Vocabulary
 from train.task.images import CLASSES
@@ -98,8 +98,7 @@ def load(
       ValueError: the folder is no run, or the checkpoint is missing or damaged.
     """
     folder = pathlib.Path(run)
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} is no run folder: it holds no {CONFIG}")
+    check_is_run(folder)
     config = settings.read(folder / CONFIG)
     checkpoints = folder / CHECKPOINTS
     step = _step(folder, which)

@@ -18,7 +18,7 @@ from train.metrics.recent import RecentLosses
 from train.process import numerics
 from train.process.command import tell_of_lost_output
 from train.process.exit_status import STOPPED
-from train.process.messages import check_installed
+from train.process.messages import check_installed, counted
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
@@ -170,8 +170,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     progress.resume(start.step)
     if start.step > config.steps:
         progress.say(
-            f"{start.step} steps have been taken already, more than --steps "
-            f"{config.steps}: the run takes no more"
+            f"the run has taken {counted(start.step, 'step')} already, more than --steps "
+            f"{config.steps}: it takes no more"
         )
     others = []
     for service, project in projects(config).items() if session.is_main else ():

@@ -9,6 +9,7 @@ import numpy as np
 import lsgd_jax as lj
 from train.metrics import measures, traffic
 from train.metrics.buffer import Election, Interval
+from train.process.messages import counted
 from train.run.open import Run
 from train.run.result import Tested
 
@@ -91,8 +92,9 @@ def _warn_of_nonfinite(run: Run, step: int, finite: np.ndarray) -> None:
     bad = np.flatnonzero(~finite.all(axis=0))
     if steps := run.buffer.recent.nonfinite_steps:
         run.progress.warn(
-            f"no worker has had a finite loss for {steps} steps: nothing is exchanged, "
-            f"and training stops after {run.config.stop_after_nonfinite} such steps"
+            f"no worker has had a finite loss for {counted(steps, 'step')}: nothing is "
+            "exchanged, and training stops after "
+            f"{counted(run.config.stop_after_nonfinite, 'such step')}"
         )
     elif bad.size:
         run.progress.warn(

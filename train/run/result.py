@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from train.config.schema import Config
 from train.metrics import measures
+from train.process.messages import counted
 from train.run.checkpoints import Best
 from train.run.folder import CHECKPOINTS
 from train.run.resuming import how_to_resume, is_gone
@@ -114,7 +115,7 @@ def last_line(result: Result, config: Config) -> str:
         center, best = result.tested.center, result.tested.best
         line = (
             f"{measures.text(center, name=True)} (center), {measures.text(best)} "
-            f"(best worker) after {result.step} steps and {after}"
+            f"(best worker) after {counted(result.step, 'step')} and {after}"
         )
         if result.is_nonfinite:
             line += f"; training has diverged: a loss is not finite; {_finite(result)}"
@@ -130,8 +131,9 @@ def last_line(result: Result, config: Config) -> str:
     state = "saved" if result.saved else f"NOT saved, {_latest(result)}"
     line = f"stopped at step {result.step} after {after}"
     if result.stopped_by == NONFINITE:
+        steps = counted(config.stop_after_nonfinite, "step")
         return (
-            f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
+            f"{line}: no worker had a finite loss for {steps}. "
             f"A smaller learning rate may help. The state is {state}; {_finite(result)}"
             f"{_best(result)}; {how_to_resume(config, result.folder, 'to resume anyway')}"
         )

@@ -128,6 +128,10 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def _cores() -> int:
-    """The number of CPU cores that this process may use, as far as Python knows."""
-    count = getattr(os, "process_cpu_count", os.cpu_count)()  # process_cpu_count: 3.13
-    return count or 1
+    """The number of CPU cores that this process may use, as far as Python knows.
+
+    A batch system or a container may give a process some of the cores of its host.
+    """
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

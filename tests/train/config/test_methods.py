@@ -140,3 +140,20 @@ def test_clipping_follows_the_aggregation():
 )
 def test_the_first_exchange(name, options, step):
     assert methods.make(name, **options).first_exchange() == step
+
+
+@pytest.mark.parametrize("default", [0.5, 2, None])
+def test_one_option_of_two_factories_has_one_default(default):
+    """One of them would silently get the default of the other."""
+
+    def first(strength: float = 1.0): ...
+
+    def last(strength: float | None = default): ...
+
+    with pytest.raises(ValueError, match="both has two options `strength`: that of last "):
+        methods._class(methods.Row("both", last, first))
+    last.__annotations__ = first.__annotations__
+    given = methods.Row("both", last, first, defaults={"strength": 3.0})
+    assert methods._class(given)().strength == 3.0
+    renamed = methods.Row("both", last, renamed={"strength": "own"})
+    assert dataclasses.fields(methods._class(renamed))[0].name == "own"

@@ -114,7 +114,9 @@ REFUSED = {  # values that the rule of a setting must refuse
     configuration.NOT_NEGATIVE: (-1, INF, NAN),
     configuration.BELOW_ONE: (-0.1, 1.0),
     configuration.SHARE: (-1.0, 1.5, INF),
-    "name": ("", ".", "..", "a/b"),
+    "name": ("", ".", "..", "a/b", "a\nb", "a\x1b", "\udce9", "x" * 201, "é" * 101),
+    "wandb": ("", "/", "/a", "a/", "a/b/c"),
+    "trackio": ("",),
     "seed": (-1, 2**32),
     "workers.inside": (("fsdp",), ("fsdp=0",), ("a=2", "a=2")),
     "optimizer.betas": ((0.9, 1.0),),
@@ -183,6 +185,14 @@ def test_only_length_reports_and_workers_may_change():
     data = dataclasses.replace(old.data, shard=True)
     other = dataclasses.replace(old, data=data, batch_size=7)
     assert len(settings.differences(old, other)) == 2
+
+
+def test_a_run_may_use_a_file_system_of_its_own(tmp_path):
+    (tmp_path / "lost+found").mkdir()
+    config = dataclasses.replace(digits.CONFIG, run_dir=str(tmp_path))
+    assert run_folder.create(config, Session()) == tmp_path
+    with pytest.raises(ValueError, match="`run_dir` must be a new folder"):
+        run_folder.create(config, Session())
 
 
 @pytest.mark.parametrize(

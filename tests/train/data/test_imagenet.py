@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from images import make_folder, picture
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from train.__main__ import main
 from train.data import imagenet
@@ -20,6 +20,8 @@ def test_classes_and_images_are_in_alphabetical_order(tmp_path):
     make_folder(tmp_path, classes=("bee", "ant"), train=3, val=2)
     ants = tmp_path / "train" / "ant"
     (ants / "B.JpG").write_bytes(b"")
+    for suffix in ("gif", "tiff", "tif", "jfif", "jpe"):
+        (ants / f"C.{suffix}").write_bytes(b"")
     (ants / "gone.png").symlink_to(tmp_path / "nowhere")
     (ants / "readme.txt").write_text("no image")
     (ants / "._0.JPEG").write_text("another system's notes")
@@ -33,16 +35,19 @@ def test_classes_and_images_are_in_alphabetical_order(tmp_path):
     assert found.train.classes == found.test.classes == ("ant", "bee")
     assert (found.num_classes, found.image_shape) == (2, (32, 32, 3))
     names = [found.train.path(i) for i in range(len(found.train.labels))]
-    expected = [f"ant/{x}" for x in ("0.JPEG", "1.JPEG", "2.JPEG", "B.JpG", "gone.png")]
+    names_of_ants = "0.JPEG 1.JPEG 2.JPEG B.JpG C.gif C.jfif C.jpe C.tif C.tiff gone.png"
+    expected = [f"ant/{x}" for x in names_of_ants.split()]
     expected += [f"bee/{i}.JPEG" for i in range(3)]
     assert names == [f"{tmp_path}/train/{x}" for x in expected]
-    assert found.train.labels.tolist() == [0] * 5 + [1] * 3
+    assert found.train.labels.tolist() == [0] * 10 + [1] * 3
+    left_out = [f"{ants}/{x}" for x in ("fifo.jpeg", "folder.jpeg", "readme.txt")]
+    assert found.train.left_out == tuple(left_out)
     assert found.train.labels.dtype == np.int32
     assert found.test.path(3) == f"{tmp_path}/val/bee/1.JPEG"
 
 
 def test_file_names_need_not_be_unicode(tmp_path):
-    make_folder(tmp_path, ("ant",), train=1, val=1)
+    make_folder(tmp_path, ("ant", "bee"), train=1, val=1)
     name = b"\xff\xfe.jpeg"
     source = tmp_path / "train" / "ant" / "0.JPEG"
     try:
@@ -97,6 +102,14 @@ def loose(folder):
         (folder / "val" / f"{i}.JPEG").write_bytes(b"")
 
 
+def nest(folder):
+    """Moves all images of a class one folder deeper."""
+    images = list(folder.iterdir())
+    (folder / "deep").mkdir()
+    for path in images:
+        path.rename(folder / "deep" / path.name)
+
+
 def file_in_its_place(folder):
     shutil.rmtree(folder)
     folder.write_bytes(b"")
@@ -107,7 +120,7 @@ WRONG = {
     "a file": (file_in_its_place, "data is not a folder; ImageNet must be a folder with"),
     "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it must hold"),
     "empty train": (lambda d: empty(d / "train"), "hold one folder per class, got none"),
-    "loose images": (loose, "got none, but 2 images; move them into class folders"),
+    "loose images": (loose, "got none, but 2 images; use class folders"),
     "empty class": (lambda d: empty(d / "train" / "bee"), "but none is in bee/"),
     "less in val": (
         lambda d: shutil.rmtree(d / "val" / "cat"),
@@ -117,13 +130,21 @@ WRONG = {
         lambda d: [shutil.rmtree(d / "train" / x) for x in ("ant", "bee")],
         "must have the same classes, but 2 of them are only in val: ant, bee",
     ),
+    "one class": (
+        lambda d: [shutil.rmtree(x) for x in d.glob("*/*") if x.name != "bee"],
+        "must have at least two classes to tell apart, a folder for each, got only bee",
+    ),
+    "nested folders": (
+        lambda d: [nest(x) for x in d.glob("*/bee")],
+        "none is in bee/; left out, because they are no images: 1 without a suffix (",
+    ),
     "no images": (
         lambda d: [path.write_bytes(b"") for path in (d / "train").rglob("*.JPEG")],
-        "24 images in a row cannot be read, the last of them",
+        "24 images in a row cannot be read, the last",
     ),
     "nothing to test": (
         lambda d: [path.write_bytes(b"no") for path in (d / "val").rglob("*.JPEG")],
-        "2.JPEG: it is no JPEG, PNG, BMP or WebP image",
+        "2.JPEG: it is no JPEG, PNG, BMP, WebP, GIF or TIFF image",
     ),
 }
 OPTIONS = {
@@ -207,6 +228,8 @@ KINDS = {
     "png": ["RGB", "L", "1", "P", "transparent P", "RGBA", "LA", "I;16"],
     "bmp": ["RGB", "L", "1", "P"],
     "webp": ["RGB", "RGBA"],
+    "gif": ["L", "P"],
+    "tiff": ["RGB", "L", "1", "P", "RGBA", "CMYK", "I;16", "I;16B"],
 }
 
 
@@ -215,8 +238,8 @@ KINDS = {
 )
 def test_all_modes_are_converted_to_rgb(suffix, mode, tmp_path):
     image, options = picture(np.random.default_rng(0)), {}
-    if mode == "I;16":
-        gray = np.asarray(image.convert("L")).astype(np.uint16)
+    if mode.startswith("I;16"):
+        gray = np.asarray(image.convert("L")).astype(">u2" if mode == "I;16B" else "<u2")
         stored, expected = Image.fromarray(gray * 257), image.convert("L")
     else:
         stored = expected = image.convert(mode.split()[-1])
@@ -246,6 +269,39 @@ def test_large_jpegs_are_decoded_at_a_smaller_size(photo, tmp_path, monkeypatch)
     assert decoded[0] == (1000, 750)  # 750 > 2 x 224
     assert decoded[1::2] == [(2000, 1500)] * 3
     assert decoded[4] == (2000, 1500)  # a small crop needs the full size
+
+
+@pytest.mark.parametrize("suffix", ["jpeg", "png", "tiff"])
+def test_images_are_turned_upright(suffix, photo, tmp_path):
+    """A JPEG is decoded at half of its size before it is turned."""
+    small = photo.resize((250, 200))
+    box_of = lambda width, height: (0.1 * width, 0, width, 0.8 * height)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        small.save(path := tmp_path / f"{orientation}.{suffix}", exif=exif, quality=95)
+        ImageOps.exif_transpose(Image.open(path)).save(tmp_path / "upright.png")
+        got = imagenet.read(path, 32, box_of)
+        assert (
+            root_mean_square(got, imagenet.read(tmp_path / "upright.png", 32, box_of)) < 2
+        )
+
+
+def test_pixels_of_an_unknown_range_are_refused(tmp_path):
+    Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "a.tiff")
+    with pytest.raises(ValueError, match="32-bit numbers, whose range is unknown"):
+        imagenet.read(tmp_path / "a.tiff", 4, imagenet.center_box)
+
+
+def test_a_large_image_is_read_without_words(photo, tmp_path, monkeypatch):
+    make_folder(tmp_path / "data")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 150_000)
+    photo.save(tmp_path / "a.png")
+    imagenet.load(tmp_path / "data")
+    imagenet.read(tmp_path / "a.png", 32, imagenet.center_box)  # warnings are errors
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90_000)
+    with pytest.raises(Image.DecompressionBombError):
+        imagenet.read(tmp_path / "a.png", 32, imagenet.center_box)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Reading images ahead: the choice of images, broken files, bounds, the end."""
 
 import contextlib
+import errno
+import re
 import shutil
 import threading
 import time
@@ -17,6 +19,7 @@ from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.sampler import EpochSampler, parts
 from train.data.stream import Stream
+from train.task import images
 
 
 SIZE, BATCH, SEED, THREADS = 16, 3, 7, 3
@@ -86,6 +89,12 @@ def read(monkeypatch):
     note = lambda path, *rest: paths.append(path) or original(path, *rest)
     monkeypatch.setattr(imagenet, "read", note)
     return paths
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """The system gets a third of a second to give a file, in place of a minute."""
+    monkeypatch.setattr(imagenet, "WAITS", (0.05, 0.1, 0.15))
 
 
 def readers():
@@ -173,7 +182,7 @@ def test_each_test_image_is_read_once_and_padding_does_not_count(folder):
 # Unreadable files
 
 
-def test_the_next_readable_image_replaces_a_broken_one(copied):
+def test_the_next_readable_image_replaces_a_broken_one(copied, brief):
     good = take(make_stream(copied), 0, 8)
     cats, said = copied / "train" / "cat", []
     broken = [copied / "train" / "bee" / f"{i}.JPEG" for i in (2, 3)] + [cats / "7.JPEG"]
@@ -187,7 +196,7 @@ def test_the_next_readable_image_replaces_a_broken_one(copied):
     assert_equal(take(make_stream(copied, warn=lambda text: None), 5, 8), got[5:])
     reasons = dict(line.split(" is left out, it cannot be read: ") for line in said)
     assert len(said) == 3 and reasons.keys() == set(map(str, broken))
-    assert reasons[str(broken[0])] == "it is no JPEG, PNG, BMP or WebP image"
+    assert reasons[str(broken[0])] == "it is no JPEG, PNG, BMP, WebP, GIF or TIFF image"
     assert "truncated" in reasons[str(broken[1])]
     assert reasons[str(broken[2])] == "No such file or directory"
 
@@ -226,7 +235,7 @@ def test_the_number_of_reported_files_is_limited(copied, monkeypatch):
     assert len(said) == 4 and "they are not listed" in said[-1]
 
 
-def test_reading_fails_when_all_files_are_gone(copied, monkeypatch):
+def test_reading_fails_when_all_files_are_gone(copied, monkeypatch, brief):
     monkeypatch.setattr(stream, "MOST_SKIPPED", 5)
     reader = make_stream(copied, warn=lambda text: None)
     with contextlib.closing(reader.batches(range(100))) as batches:
@@ -234,6 +243,89 @@ def test_reading_fails_when_all_files_are_gone(copied, monkeypatch):
         shutil.rmtree(copied)
         with pytest.raises(DataError, match="5 images in a row cannot be read, .*No such"):
             list(batches)
+    with pytest.raises(DataError, match="5 images in a row cannot be read"):
+        list(reader.test_batches)  # which would count no image
+
+
+def unmounted(copied):
+    """The folder is gone; returns a function that brings it back."""
+    away = copied.rename(copied.with_name("away"))
+    return lambda: away.rename(copied)
+
+
+def failing(copied):
+    """All reads fail; returns a function as above."""
+    away = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle", "a.jpeg"))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(imagenet, "read", away)
+    return patch.undo
+
+
+@pytest.mark.parametrize("go_away", [unmounted, failing])
+def test_data_that_are_away_for_a_moment_lose_no_image(copied, monkeypatch, go_away):
+    monkeypatch.setattr(imagenet, "WAITS", (0.05, 0.1, 5, 5))
+    said = []
+    reader = make_stream(copied, warn=said.append)
+    reads = {
+        "training": lambda: take(reader, 0, 3),
+        "test": lambda: list(reader.test_batches),
+    }
+    for name in ("training", "test", "training"):
+        expected = reads[name]()
+        come_back = threading.Timer(0.1, go_away(copied))
+        come_back.start()
+        assert_equal(reads[name](), expected)
+        come_back.join()
+    assert 0 < len(said) <= 3
+    for line in said:
+        assert re.search("at the moment: (Stale file|No such file).*; trying again", line)
+
+
+def test_a_file_that_is_away_alone_is_left_out_until_it_is_back(copied, brief):
+    good = take(make_stream(copied), 0, 8), list(make_stream(copied).test_batches)
+    said = []
+    reader = make_stream(copied, warn=said.append)
+    away = [path.rename(f"{path}.away") for path in copied.glob("*/bee/1.JPEG")]
+    lost = take(reader, 0, 8), list(reader.test_batches)
+    assert [int(valid.sum()) for _, _, valid in lost[1]] == [7, 1]
+    assert any(np.any(a[0] != b[0]) for a, b in zip(lost[0], good[0]))
+    assert len(said) == 2 and all("1.JPEG is left out, it cannot" in line for line in said)
+    for path in away:
+        path.rename(path.with_suffix(""))
+    assert_equal(take(reader, 0, 8), good[0])
+    assert_equal(list(reader.test_batches), good[1])
+
+
+def test_waiting_for_many_files_that_stay_away_is_bounded(copied, monkeypatch):
+    """Wrong permissions of half of the files, say."""
+    monkeypatch.setattr(stream, "MOST_AWAY", 3)
+    reader, waits = make_stream(copied, warn=lambda text: None), []
+    original = imagenet.read
+
+    def read(path, *rest):
+        if int(path[-6]) % 2:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return original(path, *rest)
+
+    monkeypatch.setattr(imagenet, "read", read)
+    monkeypatch.setattr(
+        reader, "_pause", lambda ended, seconds, error: waits.append(seconds)
+    )
+    take(reader, 0, 8)
+    full, threads = sum(imagenet.WAITS), THREADS
+    assert 3 * full <= sum(waits) <= (3 + threads) * full + 12
+
+
+def test_closing_does_not_wait_for_files_that_are_away(copied, monkeypatch):
+    monkeypatch.setattr(imagenet, "WAITS", (60.0,))
+    batches = make_stream(copied).batches(range(100))
+    next(batches)
+    come_back = failing(copied)
+    time.sleep(0.2)  # in which the threads begin to wait
+    began = time.monotonic()
+    batches.close()
+    come_back()
+    assert time.monotonic() - began < 10
 
 
 def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
@@ -276,6 +368,12 @@ def test_closing_stops_the_threads_at_any_time(folder):
     for batch in reader.test_batches:
         assert len(batch) == 3
         break  # an abandoned iterator is closed, too
+
+
+def test_a_process_reads_with_the_cores_that_it_may_use(monkeypatch):
+    """A batch system or a container gives it some of those of the host."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert images._cores() == 2
 
 
 def test_the_number_of_steps_in_flight_is_bounded():

@@ -17,7 +17,7 @@ LETTERS = text.of("".join(chr(0x100 + i % 300) for i in range(1000)).encode(), "
 
 
 def test_files_are_joined_without_byte_order_marks(tmp_path):
-    (tmp_path / "a").write_text("naïve\n", "utf-8-sig")
+    (tmp_path / "a").write_text("naïve", "utf-8-sig")  # without a line feed at its end
     (tmp_path / "b").write_text("théâtre €", "utf-8-sig")
     files = [str(tmp_path / name) for name in "ab"]
     loaded, whole = text.load(files, "characters"), "naïve\nthéâtre €"
@@ -26,11 +26,18 @@ def test_files_are_joined_without_byte_order_marks(tmp_path):
     assert ids.dtype == np.uint8 and loaded.vocabulary.decode(ids) == whole
     assert len(loaded.train) == len(whole) * 9 // 10
     assert loaded.sha256 == text.of(whole.encode(), "characters").sha256
-    # Tokens that are bytes keep the byte order marks.
+    # Tokens that are bytes are those of the files, byte order marks included.
     loaded = text.load(files, "bytes")
-    whole = "\ufeffnaïve\n\ufeffthéâtre €"
+    whole = "\ufeffnaïve\ufeffthéâtre €"
     assert bytes(np.concatenate([loaded.train, loaded.test])) == whole.encode()
     assert loaded.vocabulary.decode(np.frombuffer(whole.encode(), np.uint8)) == whole
+
+
+def test_the_test_of_a_long_text_is_bounded():
+    """enwik9 has 10⁹ bytes, a tenth of which takes 130 times as long as 200 steps."""
+    found = text.of(bytes(10 * text.MOST_TEST + 90), "bytes")
+    assert (len(found.train), len(found.test)) == (9 * text.MOST_TEST + 90, text.MOST_TEST)
+    assert text.LIBRARY_BYTES < 10 * text.MOST_TEST  # its test is its last tenth
 
 
 def test_the_standard_library_gives_the_same_text_each_time():
@@ -128,7 +135,7 @@ def test_the_last_window_may_be_drawn():
 @pytest.mark.parametrize(
     "content, context, shard, message",
     [
-        (b"abcdefghij" * 2, 18, False, "the first nine tenths, must have at least 19 "),
+        (b"abcdefghij" * 2, 18, False, "nine tenths of the text, must have at least 19 "),
         (b"abcdefghij" * 2, 9, True, "part of the training text.* 10 tokens .*, got 9"),
         (b"abcdefghi", 2, False, "the validation text, .* must have at least 2 tokens"),
         (b"a" * 100, 2, False, "at least 2 different characters, got 1"),

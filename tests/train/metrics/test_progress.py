@@ -2,11 +2,14 @@
 
 import functools
 import io
+import sys
+import time
 
 import pytest
 import rich.console
 
-from train.metrics.progress import Progress
+from train.cluster.session import Session
+from train.metrics.progress import Progress, told
 
 
 class Screen(io.StringIO):
@@ -57,3 +60,24 @@ def test_a_line_takes_the_place_of_a_bar(screen, variables, monkeypatch):
     lines = written(Progress(100_000)).splitlines()
     assert len(lines) == 3 and lines[0].startswith("step 12345/100000: loss 1.2345, ")
     assert lines[1] == "the last line of a run" and lines[2].endswith(" unusual")
+
+
+def test_a_terminal_shows_for_what_one_waits(monkeypatch):
+    monkeypatch.setattr("sys.stderr", Screen())
+    with told("simulating") as tell:
+        tell("local SGD, every 8 steps [int8]")
+        time.sleep(0.2)  # the line is written a few times a second
+    assert "simulating: local SGD, every 8 steps [int8] is done" in sys.stderr.getvalue()
+
+
+def test_names_of_files_cannot_write_on_the_screen(capsys):
+    """Images of others may have any names."""
+    name = "a\x1b]0;t\x07\nwarning: [bold]:cat:\udcff.jpeg"
+    shown = r"a\x1b]0;t\x07\nwarning: [bold]:cat:\udcff.jpeg is left out"
+    for process in (0, 1):
+        Progress(10, process=process).warn_here(f"{name} is left out")
+    Session().leave(2, f"{name} is left out")
+    captured = capsys.readouterr()
+    assert captured.out == f"warning: {shown}\n"
+    errors = captured.err.splitlines()
+    assert errors == [f"process 1: warning: {shown}", f"error: {shown}"]

@@ -60,6 +60,13 @@ def test_a_service_receives_the_scalars(name, service, tmp_path, monkeypatch):
     assert steps == [4] and wandb.ended == [True]
 
 
+def test_a_project_may_belong_to_a_team(wandb, tmp_path, monkeypatch):
+    tiny.install(share=True, set=monkeypatch.setattr)
+    command = ["team/own" if x == "project" else x for x in COMMAND]
+    assert main([*command, str(tmp_path / "run")]) == 0
+    assert (wandb.options["entity"], wandb.options["project"]) == ("team", "own")
+
+
 def test_a_run_keeps_its_id_and_sends_no_step_twice(wandb, tmp_path, monkeypatch):
     """A killed run leaves events after its checkpoint, and may be moved."""
     tiny.install(share=True, set=monkeypatch.setattr)

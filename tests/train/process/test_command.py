@@ -79,7 +79,7 @@ def test_a_character_outside_the_encoding_is_escaped(tmp_path, monkeypatch):
     assert ended.returncode == 3 and "0 \\u03bb\n" in ended.stdout
 
 
-@pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.parametrize("how", ["script", "module", "option"])
 def test_paths_are_utf8_whatever_the_locale(tmp_path, how):
     script = """
 import sys
@@ -88,10 +88,14 @@ if __name__ == "__main__":
     sys.exit(command.run(lambda arguments: print(ascii(arguments))))
 """
     (tmp_path / "m.py").write_text(script)
-    start = ["-m", "m"] if how == "module" else ["-c", script]
+    start = {
+        "script": ["-c", script],
+        "module": ["-m", "m"],
+        "option": ["-X", "utf8=0", "-m", "m"],
+    }[how]
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     plain["PYTHONPATH"] = f"{ROOT}{os.pathsep}{tmp_path}"
-    ended = python(*start, "--run-dir", "é", **plain)
+    ended = python(*start, "--run-dir", "é", timeout=30, **plain)
     assert (ended.stdout, ended.stderr) == (r"['--run-dir', '\xe9']" + "\n", "")
 
 
@@ -117,6 +121,16 @@ def test_an_environment_that_jax_rejects_is_refused_in_one_line():
     ended = python("-m", "train", "digits", JAX_DEFAULT_MATMUL_PRECISION="bogus")
     line = 'error: Invalid value "bogus" for JAX flag jax_default_matmul_precision\n'
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+
+
+def test_without_its_packages_a_command_says_how_to_install_them():
+    for module in ("train", "train.plan"):
+        ended = python("-S", "-m", module, "digits")  # -S hides installed packages
+        line = (
+            "error: the trainer needs jax, which is not installed: pip install -e "
+            '".[train]" in a checkout of lsgd_jax\n'
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 
 @pytest.mark.slow

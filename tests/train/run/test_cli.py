@@ -26,7 +26,7 @@ NETWORKS = (
     "digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer, encoder-decoder"
 )
 WRONG = [  # a command line, and a part of the message
-    ("", "expected one of cifar10-cnn7, cifar10-resnet20,"),
+    ("--steps 3", "expected one of cifar10-cnn7, cifar10-resnet20,"),
     ("digts", "got 'digts'; did you mean digits?; see python -m train --help"),
     ("digits --stepz 3", "option --stepz; did you mean --steps?; see python -m train digi"),
     ("digits --nonsense", "option --nonsense; see python -m train digits --help"),
@@ -36,7 +36,10 @@ WRONG = [  # a command line, and a part of the message
     ("digits --data.prefetch 1 --optimizer.learning-rate x", "must be a number, got 'x'"),
     ("digits --model vgg", f"must be one of {NETWORKS}, got 'vgg'; did you mean vgg16?"),
     ("digits --method eagsd", "got method='eagsd'; did you mean easgd?"),
-    ("digits --optimizer.betas 0.9", "--optimizer.betas: no type matching"),
+    (
+        "digits --optimizer.name adamw --optimizer.betas 0.9",
+        "must be two numbers, got '0.9'",
+    ),
     ("digits --method=easgd --method.local-pull 0", "train digits --method easgd --help"),
     ("digits --method dpsgd --method.topology rign", "got 'rign'; did you mean ring?; see"),
     ("digits --optimizer adamw", "--optimizer; did you mean --optimizer.name?; see python"),
@@ -56,6 +59,13 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method=diloco --method.outer-momentum=nan", "must be finite as a"),
     ("digits --method diloco --method.fragments 64", "at most the number of leaves (8), g"),
     ("digits --method overlapped-lsgd --method.delay 64", "must be an int in [0, 64), got"),
+    ("digits --optimizer.learning-rate 1e-39", "must be above 1.2e-38, below which a flo"),
+    ("digits --wandb=", "`wandb` must be PROJECT or TEAM/PROJECT, got wandb="),
+    ("digits --trackio=", "`trackio` must be the name of a project, got trackio="),
+    (
+        f"digits --name {'é' * 101}",
+        "must be a name for a folder, of at most 200 bytes, got",
+    ),
     # Several settings.
     ("digits --workers.inside fsdp=3", "`batch_size` must be a multiple of 3, the device"),
     (
@@ -70,10 +80,11 @@ WRONG = [  # a command line, and a part of the message
     ("cifar10-cnn7 --data.crop 40", "`data.crop` must be at most 32 with cifar10, got"),
     ("digits --model transformer", "`model` must be transformer with data.name=text, and"),
     ("text --steps 60 --optimizer.warmup-steps 70", "(optimizer.warmup_steps=70), got st"),
+    ("digits --optimizer.schedule drops", "`optimizer.drop_at` must have the steps of the"),
     ("digits --ray.start-timeout 5", "must be left out without ray.processes, got"),
     # Runs and data that do not exist.
     ("digits --resume --runs none", "there is no run of 'digits' in 'none'"),
-    ("digits --resume --run-dir none", "config.json cannot be read: "),
+    ("digits --resume --run-dir none", "none is no run folder: it does not exist"),
     ("cifar10-cnn7", "`data.dir` must name the folder of the official CIFAR-10 files"),
 ]
 
@@ -129,6 +140,9 @@ def test_the_version(capsys):
 
 def test_help_names_the_experiments(capsys):
     text = help_of(capsys)
+    with pytest.raises(SystemExit) as stop:  # a command line that names none
+        main([])
+    assert (stop.value.code, capsys.readouterr().out) == (2, text)
     assert "digits             Leader SGD on scikit-learn's handwritten digits" in text
 
 
@@ -289,7 +303,7 @@ def test_resuming_reports_edited_settings_and_finished_runs(tmp_path, monkeypatc
     run = [*QUICK, "--run-dir", str(folder), "--test-every", "9"]
     assert main([*run, "--steps", "4"]) == 0
     assert main([*run, "--resume", "--steps", "3"]) == 0
-    expected = "4 steps have been taken already, more than --steps 3: the run takes no more"
+    expected = "the run has taken 4 steps already, more than --steps 3: it takes no more"
     assert expected in capsys.readouterr().out
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))

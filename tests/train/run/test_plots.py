@@ -16,7 +16,13 @@ def test_runs_without_figures_and_with_broken_metrics(tmp_path, capsys):
     assert plots.draw(tmp_path) == []
     metrics.write_text('{"kind": "leaders", "step": 8, "seconds": 1}')
     assert draw_plots([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path} cannot be drawn: ")
+    damaged = f"error: {tmp_path} cannot be drawn, its metrics.jsonl is damaged: KeyError("
+    assert capsys.readouterr().err.startswith(damaged)
+    metrics.unlink()
+    for folder, wrong in ((tmp_path, "holds no metrics.jsonl"), ("no", "does not exist")):
+        assert draw_plots([str(folder)]) == 2
+        expected = f"error: {folder} is no run folder: it {wrong}\n"
+        assert capsys.readouterr().err == expected
 
 
 def test_figures_name_the_run_and_count_elections_in_integers(tmp_path, monkeypatch):
