@@ -56,7 +56,7 @@ def _began(path: pathlib.Path) -> tuple[float, int, float]:
 
 
 def _seconds(stamp: str) -> float | None:
-    """The seconds since 1970 of the date in the name of a run folder, or None if it is none.
+    """Seconds since 1970 of the date in a run folder's name, or None if it is no date.
 
     >>> _seconds("19700102-000001Z"), _seconds("20261399-000000Z")
     (86401, None)

@@ -69,14 +69,18 @@ def run_test(run: Run) -> Tested:
     """Tests the center and the best worker, and writes the results.
 
     The training state is not changed.
+
+    Raises:
+      StopRequested: the run was asked to stop during the test.
     """
+    check = run.stop_signals.check
     report(run, run.buffer.flush())
     run.buffer.read_losses(run.step)
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
-        center = run.experiment.test(run.find_center())
+        center = run.experiment.test(run.find_center(check), check)
         worker = run.buffer.recent.best
-        best = run.experiment.test_worker(run.state, worker)
+        best = run.experiment.test_worker(run.state, worker, check)
         sent = run.experiment.bytes_sent(run.state)
     trained = run.buffer.recent.average[worker]
     losses = [center["loss"], best["loss"], trained]

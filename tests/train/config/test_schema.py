@@ -244,10 +244,10 @@ def test_runs_that_start_together_get_different_folders(tmp_path, monkeypatch):
 def test_the_run_that_began_last_is_the_newest(ahead, hosts, tmp_path, monkeypatch):
     """Also on hosts in other time zones, and after a clock was set back."""
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
-    clock = iter([1_800_000_000 + ahead, 1_800_000_000.0, 1_800_000_001.0])
-    monkeypatch.setattr(time, "time", lambda: now)
+    clock = [1_800_000_000 + ahead, 1_800_000_000.0, 1_800_000_001.0]
     begun = []
     for zone, now in zip([*hosts.split(), "UTC"], clock):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
         monkeypatch.setenv("TZ", zone)
         time.tzset()
         begun.append(run_folder.create(config, Session()))

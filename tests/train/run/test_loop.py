@@ -272,9 +272,9 @@ def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
     found_by_tests(monkeypatch, [50.0, 50.0, 30.0, 30.0, 40.0, 40.0, 45.0, 45.0])
     computed, center = [], tiny.Shared.center
 
-    def noted(self, state):
+    def noted(self, state, *check):
         computed.append(int(state.step.value))
-        return center(self, state)
+        return center(self, state, *check)
 
     monkeypatch.setattr(tiny.Shared, "center", noted)
     run = opened(test_every=3, checkpoint_every=6, keep_checkpoints=1)
