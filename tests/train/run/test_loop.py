@@ -19,6 +19,7 @@ from train.metrics import log
 from train.metrics.tensorboard import TensorBoard
 from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
+from train.run.saving import save
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -161,6 +162,51 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     assert traces.count(again.experiment.task) == 1
     seconds = [event["seconds"] for event in log.read(result.folder)["train"]]
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("step, number", [(6, signal.SIGTERM), (12, signal.SIGINT)])
+def test_a_test_is_left_at_once_and_made_up_for(
+    step, number, finished, opened, monkeypatch, capsys
+):
+    """The checkpoint of the same step is written before the test, and has its result."""
+    run = opened()
+    test, saved = tiny.Shared.test, []
+
+    def signaled(self, *given):
+        if run.step == step:
+            saved.append(run.checkpoints.save(step, None, {}))  # it has begun
+            signal.raise_signal(number)
+        return test(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.Shared, "test", signaled)
+        result = train(run)
+    assert (result.step, result.stopped_by, result.tested) == (step, number, None)
+    assert result.saved and saved == [True]
+    assert f"stopped at step {step} after" in capsys.readouterr().out
+    assert step not in [event["step"] for event in log.read(run.folder).get("test", [])]
+    again = opened(resume=True)
+    assert again.step == step
+    result = train(again)
+    assert (result.tested, result.best) == (finished[1].tested, finished[1].best)
+    tests = [log.read(x.folder)["test"] for x in (again, finished[0])]
+    resumed, undisturbed = ([(e["step"], e["center_loss"]) for e in x] for x in tests)
+    assert resumed == undisturbed
+    tiny.assert_equal_to_the_bit(finished[0].state, again.state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_leaves_no_time_for_batch_statistics(number, opened, monkeypatch):
+    def reestimated(self, params, stats, check):
+        check()
+        return stats
+
+    monkeypatch.setattr(tiny.Shared, "reestimated", reestimated)
+    run = opened(model="digits-bn")
+    run.stop_signals.received = number
+    assert save(run) and run.checkpoints.close()
+    has_center = (run.folder / "checkpoints" / "0" / checkpoints.MODEL).exists()
+    assert has_center == (number == signal.SIGINT)
 
 
 def test_ctrl_c_during_compilation_is_answered(opened, trained, capsys):

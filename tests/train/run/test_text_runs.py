@@ -19,6 +19,7 @@ from train.metrics import log
 from train.run.folder import check_same_experiment
 from train.run.loop import train
 from train.run.open import open_run
+from train.task.forward import go_on
 
 
 pytestmark = pytest.mark.usefixtures("quick")
