@@ -14,11 +14,14 @@ import pytest
 import tiny
 from harness import close, exchanges
 
+import lsgd_jax as lj
 from train.config import WorkersConfig, methods
 from train.metrics import log
+from train.metrics.buffer import Interval
 from train.metrics.tensorboard import TensorBoard
 from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
+from train.run.reporting import report
 from train.run.saving import save
 
 
@@ -416,6 +419,22 @@ def test_a_diverged_worker_is_reported_and_restored(opened, capsys):
     assert all(0 not in e["leaders"] for e in events["leaders"] if e["step"] <= 4)
     momentum = [x for name, x in tiny.leaves(run.state).items() if "trace" in name]
     assert momentum and all(np.isfinite(x).all() for x in momentum)
+
+
+def test_workers_whose_exchanges_are_dropped_in_a_row_are_named(opened, capsys):
+    """Finite workers whose mean is not finite: nothing that they exchange is a target."""
+    run = opened()
+    (level, *_) = lj.diagnostics(run.state.opt_state)
+    rows = {(0, 0, 0, 0): "", (0, 1, 0, 0): "", (0, 3, 0, 2): "1, 3"}
+    for in_a_row, named in rows.items():
+        pull = dataclasses.replace(level, dropped_in_a_row=np.array(in_a_row))
+        losses = np.ones((1, 4), np.float32)
+        report(run, Interval(8, losses, 0.0, done=8, diagnostics=(pull,)))
+        said = (
+            f"warning: worker {named} trains alone: the last 3 exchanges of pull 1 (every "
+            "2 steps, over local) were dropped, for about 6 steps up to step 8; see docs/"
+        )
+        assert (said in capsys.readouterr().out) == bool(named)
 
 
 @pytest.mark.parametrize("method", ["diloco", "async-diloco", "independent", "krum"])
