@@ -211,7 +211,7 @@ def test_a_file_system_that_became_read_only(tmp_path, monkeypatch, capsys):
         patch.setattr(os, "unlink", refuse)
         held.release()
     assert (tmp_path / LOCK).exists()
-    hold_elsewhere(tmp_path)  # its process is dead, but nobody can tell
+    hold_elsewhere(tmp_path)  # its process is dead, but no other host can tell
     monkeypatch.setattr(pathlib.Path, "touch", refuse)
     line = f"{tmp_path} cannot be written to: Read-only file system"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
