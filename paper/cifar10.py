@@ -190,11 +190,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         configs, setting, out = parse(arguments)
         session = compare.join(configs)
-        curves = compare.run(configs, out, session)
+        results = compare.run(configs, out, session)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
-    if curves is None:
+    if results is None or results.failures:
         return STOPPED
+    curves = results.curves
     if not session.is_main:
         return SUCCESS
     print(compare.write(errors(curves, setting, out), out, "cifar10"))

@@ -11,36 +11,47 @@ options:
 DIR receives a run folder for each run, `compare.png` (test error or validation loss of the
 center against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ±
 standard deviation over the seeds), and `compare.json` (the tests of each seed). The same
-command resumes an interrupted comparison. The exit status is 1 if a run diverged.
+command resumes an interrupted comparison, and tries failed runs again. All methods are
+tried without training before the first one trains. A run that fails later is named in the
+table, and the others go on. The exit status is 1 if a run diverged or failed.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import re
 import shlex
+import signal
 import statistics
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import tyro
 
 import lsgd_jax as lj
 from train.cluster import devices, rendezvous
 from train.cluster.session import Session, WorkersLost, is_of_xla
-from train.config.schema import FREE_ON_RESUME, WORKERS, Config
+from train.config.schema import FREE_ON_RESUME, WORKERS, Config, fields
 from train.metrics import log as records
 from train.metrics import tables, traffic
 from train.metrics.drawing import plain_numbers, plt, save, subplots
 from train.metrics.measures import ERROR, Measure, of_events
 from train.process import command, compilation_cache
 from train.process.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.process.messages import check_installed, one_line
 from train.run import cli, loop
 from train.run import folder as run_folder
 from train.run.open import open_run
 from train.run.result import NONFINITE
+from train.task.asynchronous import AsynchronousExperiment
+from train.task.datasets import load_dataset
+from train.task.experiment import Experiment
 
 
 class Curve(NamedTuple):
@@ -70,6 +81,22 @@ class Curve(NamedTuple):
 
 
 Key = tuple[str, int]  # method or variant, seed
+
+# Settings on which tests depend: they must be equal in all rows of a table.
+EQUAL = (
+    "steps",
+    "test_every",
+    "stop_after_nonfinite",
+    "data.name",
+    "data.dir",
+    "data.files",
+    "data.tokens",
+    "data.source",
+    "data.target",
+    "data.subwords",
+    "data.context",
+)
+UNKNOWN = "–"  # a cell of the table without a value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +141,9 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
     if not lines:
         raise ValueError("`methods` or `variant` must name the methods to compare")
     command = cli.Command(program, Options)
-    return of_seeds(lines, options.seeds, options.out, command), options.out
+    configs = of_seeds(lines, options.seeds, options.out, command)
+    check_equal(configs, options.out)
+    return configs, options.out
 
 
 def check_left_out(arguments: Sequence[str], *more: str) -> None:
@@ -146,9 +175,74 @@ def of_seeds(
                 arguments.append("--resume")
             configs[name, seed] = config = cli.parse(arguments, command)
             if config.resume:
-                free = FREE_ON_RESUME - WORKERS
+                free = FREE_ON_RESUME - WORKERS - set(EQUAL) | {"steps"}
                 run_folder.check_same_experiment(config, folder, free)
     return configs
+
+
+def check_equal(configs: dict[Key, Config], out: pathlib.Path) -> None:
+    """Raises ValueError if the runs are not tested after the same steps on the same data.
+
+    A run of an earlier command may have taken more steps than this command asks for.
+    """
+    (first, _), *_ = configs
+    expected = fields(configs[first, 0])
+    for (name, _), config in configs.items():
+        given = fields(config)
+        for setting in EQUAL:
+            if given[setting] != expected[setting]:
+                raise ValueError(
+                    f"`{setting}` must be equal for all methods of a comparison, got "
+                    f"{expected[setting]!r} for {first} and {given[setting]!r} for {name}"
+                )
+    for (name, seed), config in configs.items():
+        folder = out / f"{name}-{seed}"
+        taken = max(records.last_steps(folder).values(), default=0)
+        if taken > config.steps:
+            raise ValueError(
+                f"`steps` must be at least the {taken} that {folder} has taken, got "
+                f"steps={config.steps}; compare fewer steps in another folder"
+            )
+
+
+def try_methods(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> None:
+    """Builds each method that has to train, and traces its step.
+
+    Raises:
+      ValueError: methods cannot train; it names them. Nothing has been written then.
+    """
+    datasets: dict[Any, Any] = {}
+    wrong: dict[str, str] = {}
+    for (name, seed), config in configs.items():
+        if seed or _has_ended(out / f"{name}-{seed}", config.steps):
+            continue
+        try:
+            if config.data not in datasets:
+                datasets[config.data] = load_dataset(config)
+            trace(config, datasets[config.data], session)
+        except ValueError as error:
+            if is_of_xla(error):
+                raise
+            wrong[name] = str(error)
+    if wrong:
+        raise ValueError("; ".join(f"{name}: {why}" for name, why in wrong.items()))
+
+
+def trace(config: Config, dataset: Any, session: Session) -> None:
+    """Builds an experiment and traces its first step. Nothing is trained.
+
+    Raises:
+      ValueError: the method, the network, the workers and the data do not fit.
+    """
+    if config.method.is_asynchronous:
+        check_installed("an asynchronous run", "async", "ray")
+        AsynchronousExperiment(config, dataset, session=session).init()
+        return
+    experiment = Experiment(config, dataset, lambda text: None, session=session)
+    state = experiment.init()
+    batch = experiment.batch(0)
+    step = functools.partial(experiment.step, phase=experiment.phase(1))
+    jax.eval_shape(step, state, experiment.data, batch)
 
 
 def join(configs: dict[Key, Config]) -> Session:
@@ -172,27 +266,56 @@ def join(configs: dict[Key, Config]) -> Session:
     return session
 
 
-def run(
-    configs: dict[Key, Config], out: pathlib.Path, session: Session
-) -> dict[Key, Curve] | None:
-    """Trains the runs that have not ended.
+class Results(NamedTuple):
+    """The tests of the runs that ended, and the reasons for which the others failed."""
+
+    curves: dict[Key, Curve]
+    failures: dict[Key, str]
+
+
+def run(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> Results | None:
+    """Trains the runs that have not ended. The others go on if one fails.
 
     Returns:
-      The tests of all runs, or None if a run was stopped.
+      The results of all runs, or None if a run was stopped.
     """
+    failures: dict[Key, str] = {}
     for (name, seed), config in configs.items():
         if config.resume and _has_ended(out / f"{name}-{seed}", config.steps):
             continue
-        opened = open_run(config, session)
-        session.where = lambda: "in a comparison, which the same command resumes"
-        result = loop.train(opened)
-        if opened.lock is not None:
-            opened.lock.release()
-        if result.stopped_by not in (None, NONFINITE):
+        try:
+            stopped_by = train(config, session)
+        except Exception as error:
+            if session.has_others:  # they may not have failed
+                raise
+            if not isinstance(error, EXPECTED):
+                traceback.print_exc()
+            failures[name, seed] = reason = one_line(error)
+            print(f"error: {name}-{seed} failed: {reason}", file=sys.stderr)
+            continue
+        if stopped_by not in (None, NONFINITE):
             print(f"stopped; the same command resumes it in {out}", file=sys.stderr)
             return None
     session.wait_for_all()  # the main process has now written all metrics
-    return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
+    ended = [key for key in configs if key not in failures]
+    curves = {(name, seed): read(out / f"{name}-{seed}") for name, seed in ended}
+    return Results(curves, failures)
+
+
+# Errors of a run that its message explains.
+EXPECTED = OSError, ValueError, WorkersLost, jax.errors.JaxRuntimeError
+
+
+def train(config: Config, session: Session) -> signal.Signals | str | None:
+    """Trains one run, and returns the reason for which it stopped early, or None."""
+    opened = open_run(config, session)
+    session.where = lambda: "in a comparison, which the same command resumes"
+    try:
+        return loop.train(opened).stopped_by
+    finally:
+        opened.checkpoints.close()
+        if opened.lock is not None:
+            opened.lock.release()
 
 
 def _has_ended(folder: pathlib.Path, steps: int) -> bool:
@@ -236,8 +359,14 @@ def read(folder: pathlib.Path) -> Curve:
     )
 
 
-def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
+def summarize(
+    curves: dict[Key, Curve], failures: Mapping[Key, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """Returns one row per method: final error, lowest error, seconds, bytes.
+
+    Args:
+      curves: the tests of the runs that ended.
+      failures: the reasons for which the others failed.
 
     >>> curve = Curve([1, 2], [0.5, 1.0], [0.0, 8.0], [50.0, 10.0], compile_seconds=3)
     >>> (row,) = summarize({("lsgd", 0): curve})
@@ -247,10 +376,20 @@ def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
     ('1.0', '3.0')
     >>> "BLEU" in row, summarize({("sgp", 0): curve._replace(bleu=21.5)})[0]["BLEU"]
     (False, '21.5')
+    >>> (_, row) = summarize({("lsgd", 0): curve}, {("sgp", 0): "out of memory"})
+    >>> row["method"], row["test error, %"], row["compile time, s"]
+    ('sgp', 'failed: out of memory', '–')
     """
-    rows, measure = [], measure_of(curves)
-    for method in dict.fromkeys(method for method, _ in curves):
+    rows = []
+    measure = measure_of(curves)
+    for method in dict.fromkeys(method for method, _ in [*curves, *failures]):
         runs = [curve for (name, _), curve in curves.items() if name == method]
+        failed = [reason for (name, _), reason in failures.items() if name == method]
+        seeds = len(runs) + len(failed)
+        if not runs:
+            failure = {measure.label: f"failed: {failed[0]}"}
+            rows.append({"method": method, "seeds": seeds, **failure})
+            continue
         peak = max(run.peak_megabytes or 0 for run in runs)
         columns = {
             measure.label: ([x.values[-1] for x in runs], measure.digits),
@@ -263,9 +402,12 @@ def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
         row = {name: spread(*column) for name, column in columns.items() if column[0]}
         if not any(x.megabytes[-1] for x in runs):
             row["MB sent per worker"] += tables.NEVER
-        peaks = {"peak MB in a step": f"{peak:.3g}" if peak else "–"}
-        rows.append({"method": method, "seeds": len(runs), **row, **peaks})
-    return rows
+        if failed:
+            row[measure.label] += f", {len(failed)} of {seeds} failed"
+        peaks = {"peak MB in a step": f"{peak:.3g}" if peak else UNKNOWN}
+        rows.append({"method": method, "seeds": seeds, **row, **peaks})
+    fullest = max(rows, key=len)
+    return [{column: row.get(column, UNKNOWN) for column in fullest} for row in rows]
 
 
 def measure_of(curves: dict[Key, Curve]) -> Measure:
@@ -288,12 +430,19 @@ def spread(numbers: Sequence[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
 
 
-def as_json(curves: dict[Key, Curve]) -> str:
-    """The tests of each seed as JSON, with null for values that are not finite."""
+def as_json(
+    curves: dict[Key, Curve], failures: Mapping[Key, str] = MappingProxyType({})
+) -> str:
+    """The tests of each seed as JSON, with null for values that are not finite.
+
+    A failed run has the reason as `failed`.
+    """
     tests = []
     for (method, seed), curve in curves.items():
         known = [x if math.isfinite(x) else None for x in curve.values]
         tests.append({"method": method, "seed": seed, **curve._asdict(), "values": known})
+    for (method, seed), reason in failures.items():
+        tests.append({"method": method, "seed": seed, "failed": reason})
     return json.dumps(tests, indent=1) + "\n"
 
 
@@ -367,23 +516,29 @@ def compare(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> 
     """Compares together with the processes of the session; returns the exit status."""
     try:
         compilation_cache.use(say=session.is_main)
-        curves = run(configs, out, session)
-        if curves is None:
+        try_methods(configs, out, session)
+        results = run(configs, out, session)
+        if results is None:
             return STOPPED
+        curves, failures = results
         if session.is_main:
-            print(write(summarize(curves), out), end="")
-            (out / "compare.json").write_text(as_json(curves))
-            draw(curves, out / "compare.png")
+            out.mkdir(parents=True, exist_ok=True)
+            print(write(summarize(curves, failures), out), end="")
+            (out / "compare.json").write_text(as_json(curves, failures))
+            if curves:
+                draw(curves, out / "compare.png")
     except ValueError as error:
         if is_of_xla(error):
             raise
         return session.leave(WRONG_USAGE, str(error))
     except (OSError, WorkersLost) as error:
         return session.leave(STOPPED, f"{error}; the same command resumes it")
-    wrong = [f"{name}-{seed}" for (name, seed), x in curves.items() if x.diverged]
-    if wrong and session.is_main:
-        print(f"error: diverged: {', '.join(wrong)}", file=sys.stderr)
-    return STOPPED if wrong else SUCCESS
+    diverged = [f"{name}-{seed}" for (name, seed), x in curves.items() if x.diverged]
+    failed = [f"{name}-{seed}" for name, seed in failures]
+    for kind, names in {"diverged": diverged, "failed": failed}.items():
+        if names and session.is_main:
+            print(f"error: {kind}: {', '.join(names)}", file=sys.stderr)
+    return STOPPED if diverged or failed else SUCCESS
 
 
 if __name__ == "__main__":

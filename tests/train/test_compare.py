@@ -156,6 +156,67 @@ def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, refusal):
     assert message in refusal(compare.main, line)
 
 
+@pytest.mark.parametrize(
+    "variant, message",
+    [
+        ("--steps 9", "`steps` must be equal for all methods of a comparison, got 6 for "),
+        ("--test-every 2", "`test_every` must be equal for all methods of a comparison, "),
+        ("--method wagma --workers.locals 3", "x: groups that change along a butterfly ne"),
+        ("--batch-size 5000", "x: `batch_size` must be at most 1437, the number of train"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_trains(
+    tmp_path, monkeypatch, refusal, variant, message
+):
+    tiny.install(set=monkeypatch.setattr)
+    monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("it has trained"))
+    monkeypatch.setattr(compare, "trace", once(compare.trace))
+    line = [*command(tmp_path / "out", "easgd"), *OPTIONS, f"--variant=x={variant}"]
+    assert message in refusal(compare.main, line)
+    assert not (tmp_path / "out").exists()
+
+
+def once(trace):
+    """Traces only the method that is wrong, to save time."""
+
+    def traced(config, *given):
+        if config.batch_size > 8 or config.method.name == "wagma":
+            trace(config, *given)
+
+    return traced
+
+
+def test_a_run_of_more_steps_is_not_compared_with_runs_of_fewer(tmp_path, refusal):
+    end(begin(tmp_path, "lsgd"), {"center_error": 9}, {"center_error": 5})
+    line = [*command(tmp_path, "lsgd", "easgd"), "--steps", "5"]
+    message = f"`steps` must be at least the 6 that {tmp_path / 'lsgd-0'} has taken, got"
+    assert message in refusal(compare.main, line)
+
+
+def test_a_run_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "try_methods", lambda *_: None)
+    begun = []
+
+    def train(config, session):
+        begun.append(config.method.name)
+        if config.method.name == "sgp" or config.seed:
+            raise OSError("the disk is gone")
+        folder = begin(tmp_path, config.method.name, config.seed, ["--steps", "6"])
+        end(folder, *[{"center_error": 9, "center_loss": 1, "bytes_sent": 0}] * 2)
+
+    monkeypatch.setattr(compare, "train", train)
+    line = command(tmp_path, "sgp", "easgd", seeds=2)
+    assert compare.main([*line, "--steps", "6"]) == 1
+    assert begun == ["sgp", "sgp", "easgd", "easgd"]
+    errors = capsys.readouterr().err
+    assert "error: sgp-0 failed: the disk is gone\n" in errors
+    assert errors.endswith("error: failed: sgp-0, sgp-1, easgd-1\n")
+    rows = table(tmp_path)
+    assert rows["sgp"]["test error, %"] == "failed: the disk is gone"
+    assert rows["easgd"]["test error, %"] == "9.00, 1 of 2 failed"
+    assert (rows["sgp"]["seeds"], rows["sgp"]["compile time, s"]) == ("2", "–")
+
+
 @pytest.mark.parametrize("name", ["file", "x" * 300])
 def test_an_impossible_folder_is_refused_in_one_line(tmp_path, capsys, name):
     (tmp_path / "file").touch()

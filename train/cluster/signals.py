@@ -1,5 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP as requests to stop after the current step."""
+"""Ctrl-C, SIGTERM and SIGHUP as requests to stop after the current step or test batch."""
 
+import itertools
 import os
 import signal
 import types
@@ -13,15 +14,19 @@ from train.process import interrupts
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class StopRequested(Exception):
+    """A test was left, because the run was asked to stop."""
+
+
 class StopSignals:
     """While open, records SIGINT and SIGTERM instead of dying. A second SIGINT interrupts.
 
     SIGHUP, the end of a terminal, counts as SIGTERM. SIGHUP and SIGINT stay ignored if they
     are, as with nohup or in a script's background job.
 
-    Several processes all stop after the same step, whichever of them got the signal. jax's
-    preemption service catches SIGTERM and agrees on that step. The other signals are passed
-    on to it.
+    Several processes all stop at the same point, whichever of them got the signal. jax's
+    preemption service catches SIGTERM and agrees on that point. The other signals are
+    passed on to it.
 
     Args:
       session: the processes.
@@ -34,6 +39,8 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._session = session
         self._is_interrupted = False
+        self._points = itertools.count(1)
+        self._is_agreed = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -63,12 +70,25 @@ class StopSignals:
         if self._session.has_others:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def stop_at(self, step: int) -> bool:
-        """Whether to stop after this step. Every process must call it at every step."""
+    def asked(self) -> bool:
+        """Whether to stop here. All processes must ask at the same points, in one order."""
         if not self._session.has_others:
             return self.received is not None
-        if not multihost_utils.reached_preemption_sync_point(step):
+        if self._is_agreed:
+            return True
+        if not multihost_utils.reached_preemption_sync_point(next(self._points)):
             return False
         noted = map(int, self._session.gather(str(int(self.received or signal.SIGTERM))))
         self.received = signal.Signals(min(noted))  # SIGINT is the lowest
+        self._is_agreed = True
         return True
+
+    def check(self) -> None:
+        """Raises StopRequested if the run was asked to stop; see `asked`."""
+        if self.asked():
+            raise StopRequested
+
+    def check_hurry(self) -> None:
+        """Raises StopRequested if it was SIGTERM, which SIGKILL follows after some time."""
+        if self.asked() and self.received == signal.SIGTERM:
+            raise StopRequested

@@ -271,7 +271,7 @@ class Follower:
         run = self._run
         if self.stopped_by is not None:
             return
-        if run.stop_signals.stop_at(run.step):
+        if run.stop_signals.asked():
             self.stopped_by = run.stop_signals.received
         elif run.buffer.recent.nonfinite_steps >= run.config.stop_after_nonfinite:
             self.stopped_by = NONFINITE

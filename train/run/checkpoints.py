@@ -31,6 +31,7 @@ FAILURES = (OSError, ValueError, RuntimeError)  # exceptions that Orbax raises
 NOTES = "notes/metadata"  # the file with the notes of a checkpoint
 # Of exchanges, since 0.3
 NEW_COUNTERS = ("dropped", "dropped_in_a_row", "missed", "stage")
+TESTED = "tested.json"  # the result of a test that ended after the checkpoint
 MODEL = "model"  # the item of a checkpoint that holds the center
 
 
@@ -89,6 +90,10 @@ class BestAndFinite(checkpoint_managers.PreservationPolicy):
         tested = [x for x in found if x.tested and math.isfinite(x.value)]
         return min(tested, key=lambda x: (x.value, x.step), default=None)
 
+    def add_test(self, step: int, tested: dict[str, float]) -> None:
+        """Adds the result of a test to the notes of a step."""
+        self.known[step] = self._notes(step) | {"tested": tested}
+
     def _notes(self, step: int) -> dict[str, Any]:
         if step not in self.known:
             self.known[step] = notes_of(self._folder, step)
@@ -141,6 +146,7 @@ class Checkpoints:
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._unconfirmed: int | None = None
+        self._tests: dict[int, dict[str, float]] = {}  # of checkpoints being written
 
     def _remove_leftovers(self) -> None:
         """Removes partial checkpoints that a killed run or a full disk left behind."""
@@ -191,6 +197,28 @@ class Checkpoints:
             return False
         return True
 
+    def add_test(self, step: int, tested: dict[str, float]) -> None:
+        """Adds the result of a test to a checkpoint, which may still be being written."""
+        if step == self._unconfirmed or step in steps_in(self._folder):
+            self._policy.add_test(step, tested)
+            self._tests[step] = tested
+            self._write_tests()
+
+    def _write_tests(self) -> None:
+        """Writes the results of tests to those checkpoints that are complete."""
+        for step in set(self._tests).intersection(steps_in(self._folder)):
+            tested = self._tests.pop(step)
+            path = self._folder / str(step) / TESTED
+            if self._session.is_main and _tested(path) != tested:
+                try:
+                    self._check()
+                    new = path.with_suffix(".new")
+                    new.write_text(json.dumps(tested))
+                    new.replace(path)
+                except OSError as error:
+                    reason = one_line(error)
+                    self._warn(f"the test of step {step} was not saved: {reason}")
+
     def _obstacle(self, needed: int) -> str:
         """Returns why the main process cannot write `needed` bytes, or ''.
 
@@ -220,10 +248,12 @@ class Checkpoints:
             self._failed(gone)
             return False
         self._unconfirmed = None
+        self._write_tests()
         return True
 
     def _failed(self, error: Exception | str) -> None:
         step, self._unconfirmed = self._unconfirmed, None
+        self._tests.clear()
         self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
         self._remove_leftovers()
         with contextlib.suppress(*FAILURES):  # the folder may be gone
@@ -364,7 +394,11 @@ def read_model(folder: pathlib.Path, step: int, worker: int | None = None) -> An
     if damage := checksums.damage(path):
         raise Unreadable(step, damage)
     if worker is None and not (path / MODEL).exists():
-        raise Unreadable(step, "it holds no center, only workers")
+        raise Unreadable(
+            step,
+            "it holds no center, because there was no time or no data for its batch "
+            "statistics; worker='best' reads the best worker, and a resumed run saves one",
+        )
     try:
         if worker is None:
             return _restore_part(path / MODEL, lambda name: True)
@@ -487,7 +521,19 @@ def notes_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
         noted = json.loads((folder / str(step) / NOTES).read_text())
     except (OSError, ValueError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    if not isinstance(noted, dict):
+        return {}
+    tested = _tested(folder / str(step) / TESTED)
+    return noted if tested is None else noted | {"tested": tested}
+
+
+def _tested(path: pathlib.Path) -> dict[str, float] | None:
+    """The result of a test that was written beside a checkpoint, or None."""
+    try:
+        tested = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return tested if isinstance(tested, dict) else None
 
 
 def _obstacle(folder: pathlib.Path, needed: int) -> str:

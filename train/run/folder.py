@@ -1,6 +1,8 @@
 """The folder of a run: a new one, or the one to resume. No file in it is overwritten."""
 
+import calendar
 import contextlib
+import math
 import os
 import pathlib
 import re
@@ -15,7 +17,7 @@ from train.config.schema import FREE_ON_RESUME, Config
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
-STAMP = "%Y%m%d-%H%M%S"  # in the name of a run folder
+STAMP = "%Y%m%d-%H%M%SZ"  # in the name of a run folder; Z: in UTC, as on all hosts
 
 
 def newest(runs: str, name: str) -> pathlib.Path:
@@ -36,15 +38,51 @@ def newest(runs: str, name: str) -> pathlib.Path:
     return max(found, key=_began).parent
 
 
-def _began(path: pathlib.Path) -> tuple[str, int, int]:
-    """Sorts config.json files by the date in the folder's name, otherwise by file time.
+def _began(path: pathlib.Path) -> tuple[float, int, float]:
+    """Sorts config.json files by when their runs began.
 
-    Copying a folder changes the file time.
+    The date in the folder's name counts, because copying a folder changes the time of the
+    file. A folder with another name is sorted by the time of the file.
+
+    Returns:
+      Seconds since 1970, the number that ends the name, and the time of the file.
     """
-    changed = path.stat().st_mtime_ns
-    if found := re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", path.parent.name):
-        return found[1], int(found[2] or 1), changed
-    return time.strftime(STAMP, time.localtime(changed / 1e9)), 0, changed
+    changed = path.stat().st_mtime
+    found = re.search(r"-(\d{8}-\d{6}Z?)(?:-(\d+))?$", path.parent.name)
+    began = None if found is None else _seconds(found[1])
+    if found is None or began is None:
+        return changed, 0, changed
+    return began, int(found[2] or 1), changed
+
+
+def _seconds(stamp: str) -> float | None:
+    """Seconds since 1970 of the date in a run folder's name, or None if it is no date.
+
+    >>> _seconds("19700102-000001Z"), _seconds("20261399-000000Z")
+    (86401, None)
+    """
+    try:
+        if stamp.endswith("Z"):
+            return calendar.timegm(time.strptime(stamp, STAMP))
+        return time.mktime(time.strptime(f"{stamp}Z", STAMP))  # 0.3 wrote local time
+    except (ValueError, OverflowError):
+        return None
+
+
+def _stamp(config: Config) -> str:
+    """The date in the name of a new run: now, or a second after the newest run of its name.
+
+    The clock may have been set back, or a host whose clock is fast may share the folder.
+    """
+    now = latest = time.time()
+    for path in pathlib.Path(config.runs).glob(f"*/{CONFIG}"):
+        with contextlib.suppress(OSError):  # it is being removed
+            began, *_ = _began(path)
+            if began > latest and _name_in(path) == config.name:
+                latest = began
+    if latest > now:
+        latest = math.floor(latest) + 1
+    return time.strftime(STAMP, time.gmtime(latest))
 
 
 def _name_in(path: pathlib.Path) -> str | None:
@@ -127,9 +165,10 @@ def choose(config: Config) -> pathlib.Path:
     """
     if config.resume:
         return to_resume(config)
-    stamp = time.strftime(STAMP)
-    own = pathlib.Path(config.runs) / f"{config.name}-{stamp}"
-    folder = unused(own) if config.run_dir is None else pathlib.Path(config.run_dir)
+    if config.run_dir is None:
+        folder = unused(pathlib.Path(config.runs) / f"{config.name}-{_stamp(config)}")
+    else:
+        folder = pathlib.Path(config.run_dir)
     check_utf8(folder)
     if taken(folder):
         raise taken_error(folder)

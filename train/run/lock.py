@@ -14,7 +14,7 @@ import os
 import pathlib
 import secrets
 import socket
-import time
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,8 @@ class RunLock:
         over. Nothing may be written to it from then on.
 
     Attributes:
-      release: gives the folder back.
+      release: gives the folder back. Where the lease file cannot be removed (on a file
+        system that is read-only by now, for example), it stays and expires.
 
     Raises:
       ValueError: another process holds the folder.
@@ -51,12 +52,16 @@ class RunLock:
     """
 
     def __init__(self, folder: pathlib.Path, say: Say, lost: Say):
-        self._folder, self._lost = folder, lost
-        self._lease = lease = _lease(
-            folder, on_compromise=lambda _: _keep_renewing(lease, folder, lost)
-        )
+        self._folder = folder
+        self._lost = lost
+        released = threading.Event()
+
+        def keep_renewing(_: object) -> None:
+            _keep_renewing(lease, folder, lost, released)
+
+        self._lease = lease = _lease(folder, on_compromise=keep_renewing)
         _acquire(lease, folder, say)
-        self.release = weakref.finalize(self, lease.release, force=True)
+        self.release = weakref.finalize(self, _release, lease, released)
 
     def sign(self) -> None:
         """Writes into the folder that this process holds it."""
@@ -107,10 +112,18 @@ def _lease(folder: pathlib.Path, **options: Any) -> SoftFileLease:
 
 
 def _acquire(lease: SoftFileLease, folder: pathlib.Path, say: Say) -> None:
-    """Acquires the lease. Raises ValueError if another process is seen to renew it."""
+    """Acquires the lease.
+
+    Raises:
+      ValueError: another process is seen to renew it.
+      OSError: the folder cannot be written to.
+    """
     with contextlib.suppress(filelock.Timeout):
         lease.acquire(blocking=False)
         return
+    # A lease that a dead process left on a read-only file system cannot be broken. The file
+    # system is the reason then, and not the process.
+    _check_writable(folder)
     if not lease.is_lock_held_by_us:  # an earlier run of this process may hold it
         before = _renewed(folder)
         lives = lambda: _renewed(folder) not in (None, before)
@@ -131,19 +144,35 @@ def _acquire(lease: SoftFileLease, folder: pathlib.Path, say: Say) -> None:
         raise ValueError(_holder(lease, folder)) from None
 
 
-def _keep_renewing(lease: SoftFileLease, folder: pathlib.Path, lost: Say) -> None:
+def _check_writable(folder: pathlib.Path) -> None:
+    """Raises OSError if no file can be created in a folder."""
+    probe = folder / f"{LOCK}.{TOKEN}"
+    probe.touch()
+    probe.unlink()
+
+
+def _release(lease: SoftFileLease, released: threading.Event) -> None:
+    """Releases a lease. Its process ends, or goes on with another run, in any case."""
+    released.set()
+    with contextlib.suppress(OSError):
+        lease.release(force=True)
+
+
+def _keep_renewing(
+    lease: SoftFileLease, folder: pathlib.Path, lost: Say, released: threading.Event
+) -> None:
     """Renews a lease in place of filelock, which stops doing so at the first failure.
 
     The folder may be gone, full, read-only or unreadable for a while. It is lost only if
     another process takes it over.
     """
-    while lease.is_locked:
+    while lease.is_locked and not released.is_set():
         if line := _taken_over(lease, folder):
             return lost(line)
         if lease.owner is not None:
             with contextlib.suppress(OSError):
                 os.utime(folder / LOCK)
-        time.sleep(RENEWAL_S)
+        released.wait(RENEWAL_S)
 
 
 def _holder(lease: SoftFileLease, folder: pathlib.Path) -> str:

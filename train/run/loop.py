@@ -12,15 +12,16 @@ from typing import Any
 import jax
 
 import lsgd_jax as lj
+from train.cluster.signals import StopRequested
 from train.config import settings
 from train.config.schema import Config
 from train.process import interrupts, numerics
 from train.run import asynchronous, summary
 from train.run.divergence import Divergence
 from train.run.open import Run
-from train.run.reporting import note_saved, report, run_test
-from train.run.result import NONFINITE, Result, last_line
-from train.run.saving import save, saved_if_data_fail, test_and_save
+from train.run.reporting import note_saved, report
+from train.run.result import NONFINITE, Result, Tested, last_line
+from train.run.saving import save, saved_if_data_fail, test, test_and_save
 from train.task.experiment import Experiment
 
 
@@ -38,6 +39,7 @@ def train(run: Run) -> Result:
             with run.progress, saved_if_data_fail(run):
                 is_asynchronous = run.config.method.is_asynchronous
                 take = asynchronous.take_steps if is_asynchronous else take_steps
+                make_up_test(run)
                 stopped_by = take(run)
                 result = finish(run, stopped_by)
             result = conclude(run, result)
@@ -70,9 +72,16 @@ def take_steps(run: Run) -> Reason | None:
             test_and_save(run, before)
             if divergence.stops_at(run.step):
                 return NONFINITE
-            if run.stop_signals.stop_at(run.step):
+            if run.stop_signals.asked():
                 return run.stop_signals.received
     return None
+
+
+def make_up_test(run: Run) -> None:
+    """Takes the test that the session before left when it was asked to stop."""
+    if run.test_is_due and run.step < run.config.steps:
+        test(run, saves_the_best=False)
+        run.center = None
 
 
 @contextlib.contextmanager
@@ -85,17 +94,18 @@ def _compiling(run: Run) -> Generator[None]:
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
-    """Reports, tests (unless the run was stopped) and saves after the last step."""
+    """Reports, saves and tests (unless the run was stopped) after the last step."""
     report(run, run.buffer.flush())
     jax.block_until_ready(run.state)
     seconds = run.stopwatch.seconds
-    tested = run_test(run) if stopped_by is None else None
+    run.test_is_due = run.test_is_due or stopped_by is None
     begun = save(run)
-    if tested:
-        with run.stopwatch.paused():
-            more = run.experiment.score(run.find_center())
-        tested = tested._replace(center=tested.center | more)
-        write_sample(run)
+    tested = None
+    if stopped_by is None:
+        try:
+            tested = last_test(run)
+        except StopRequested:
+            stopped_by = run.stop_signals.received
     saved = run.checkpoints.close() and begun
     note_saved(run)
     run.session.wait_for_all()
@@ -112,6 +122,22 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         guess=run.experiment.forward.guess,
         compile_seconds=run.stopwatch.compile_seconds,
     )
+
+
+def last_test(run: Run) -> Tested:
+    """Tests the last step with all measures, and writes a sample.
+
+    Raises:
+      StopRequested: the run was asked to stop meanwhile. A resumption begins anew here.
+    """
+    tested = test(run, saves_the_best=False)
+    if tested is None:
+        raise StopRequested
+    check = run.stop_signals.check
+    with run.stopwatch.paused():
+        more = run.experiment.score(run.find_center(check), check)
+    write_sample(run)
+    return tested._replace(center=tested.center | more)
 
 
 def announce(run: Run) -> None:
@@ -207,7 +233,10 @@ def draw(folder: pathlib.Path) -> None:
 
 def write_sample(run: Run) -> None:
     """Shows a text written by the center, and saves it in the run folder."""
-    text = run.experiment.sample(run.find_center())
+    check = run.stop_signals.check
+    center = run.find_center(check)
+    check()
+    text = run.experiment.sample(center)
     if not text:
         return
     run.progress.say(f"a sample of the center:\n{text}")

@@ -29,13 +29,14 @@ from train.run.resuming import tell_launcher
 from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
+from train.task.forward import Check
 
 
 MANY = 128  # workers per process above which placing them takes a while
 
 
 class Run:
-    """An open run. Training changes only `state`, `step` and the last three attributes.
+    """An open run. Training changes only `state`, `step` and the last four attributes.
 
     Args:
       config: the configuration.
@@ -57,6 +58,7 @@ class Run:
       buffer: measurements that are not in the log yet.
       stop_signals: Ctrl-C and SIGTERM.
       lowest: the first measure of the best test that has a checkpoint, otherwise inf.
+      test_is_due: whether the test of this step was left, or is about to begin.
       last_test: the step of the latest test of this session and its result, or None.
       center: the center of the current state, if `find_center` has computed it.
     """
@@ -92,17 +94,22 @@ class Run:
         self.stop_signals = StopSignals(session)
         best = lambda: "inf" if (x := checkpoints.best()) is None else repr(x.value)
         self.lowest = float(session.of_main(best))
+        self.test_is_due = start.test_is_due
         self.last_test: tuple[int, Tested] | None = None
         self.center: dict[str, Any] | None = None
 
-    def find_center(self) -> dict[str, Any]:
+    def find_center(self, check: Check) -> dict[str, Any]:
         """The variables of the center, computed once for a test and a checkpoint.
 
+        Args:
+          check: called before each batch of a reestimation of its batch statistics.
+
         Raises:
-          DataError: no data can be read to reestimate its batch statistics.
+          DataError: no data can be read for the reestimation.
+          StopRequested: by `check`.
         """
         if self.center is None:
-            self.center = self.experiment.center(self.state)
+            self.center = self.experiment.center(self.state, check)
         return self.center
 
     def passed(self, every: int, since: int) -> bool:

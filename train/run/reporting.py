@@ -14,6 +14,9 @@ from train.run.open import Run
 from train.run.result import Tested
 
 
+IN_A_ROW = 2  # dropped exchanges after which workers are said to train alone
+
+
 def report(run: Run, interval: Interval | None) -> None:
     """Writes and shows an interval, and warns of failures; does nothing for None."""
     if interval is None:
@@ -24,6 +27,7 @@ def report(run: Run, interval: Interval | None) -> None:
     _warn_of_nonfinite(run, interval.step, finite)
     _warn_of_restored(run, interval)
     _warn_of_dropped(run, interval)
+    _warn_of_alone(run, interval)
     _warn_of_differing(run, interval)
     pace = run.pace(interval.done, run.stopwatch.seconds)
     run.write(
@@ -70,14 +74,18 @@ def run_test(run: Run) -> Tested:
     """Tests the center and the best worker, and writes the results.
 
     The training state is not changed.
+
+    Raises:
+      StopRequested: the run was asked to stop during the test.
     """
+    check = run.stop_signals.check
     report(run, run.buffer.flush())
     run.buffer.read_losses(run.step)
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
-        center = run.experiment.test(run.find_center())
+        center = run.experiment.test(run.find_center(check), check)
         worker = run.buffer.recent.best
-        best = run.experiment.test_worker(run.state, worker)
+        best = run.experiment.test_worker(run.state, worker, check)
         sent = run.experiment.bytes_sent(run.state)
     trained = run.buffer.recent.average[worker]
     losses = [center["loss"], best["loss"], trained]
@@ -120,6 +128,24 @@ def _warn_of_dropped(run: Run, interval: Interval) -> None:
             "the target of an exchange was not finite, because finite parameters are too "
             f"large: worker {_joined(dropped)} stayed where it was (seen up to step "
             f"{interval.step})"
+        )
+
+
+def _warn_of_alone(run: Run, interval: Interval) -> None:
+    """Warns of workers for which two exchanges or more in a row were dropped."""
+    for number, pull in enumerate(interval.diagnostics, 1):
+        if pull.dropped_in_a_row is None:
+            continue
+        in_a_row = np.asarray(pull.dropped_in_a_row)
+        alone = np.flatnonzero(in_a_row >= IN_A_ROW)
+        if not alone.size:
+            continue
+        count = int(in_a_row.max())
+        run.progress.warn(
+            f"worker {_joined(alone)} trains alone: the last {count} exchanges of pull "
+            f"{number} (every {pull.period} steps, over {' and '.join(pull.axes)}) were "
+            f"dropped, for about {count * pull.period} steps up to step {interval.step}; "
+            "see docs/robustness.md"
         )
 
 

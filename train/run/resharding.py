@@ -90,6 +90,7 @@ class Restored(NamedTuple):
       recent: recent losses of the new workers.
       losses: [W] each, losses of the current interval, which has not been reported.
       resizing: how the grid changed, or None.
+      test_is_due: whether the run stopped before the end of the test of this step.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Restored(NamedTuple):
     recent: RecentLosses
     losses: list[list[float]]
     resizing: Resizing | None
+    test_is_due: bool = False
 
 
 Like = Callable[[dict[str, Any]], Any]  # notes of a checkpoint -> a state of its shapes
@@ -133,13 +135,14 @@ def restore(
     old = _grid(notes)
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
     seconds = notes["seconds"], notes.get("compile_seconds", 0.0)
+    is_due = notes.get("test_is_due", False) and notes.get("tested") is None
     if old == new:
         bad = notes.get("nonfinite_steps", 0)
         losses = [
             [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
         ]
         recent = RecentLosses(recent, bad)
-        return Restored(step, state, *seconds, recent, losses, None)
+        return Restored(step, state, *seconds, recent, losses, None, is_due)
     chosen = sources(old, new, scores(state, recent))
     resizing = Resizing(old, new, chosen.tolist())
     try:
@@ -149,7 +152,7 @@ def restore(
             f"{shape(new)} workers cannot resume from {shape(old)}: {error}"
         ) from error
     recent = RecentLosses(recent[chosen])
-    return Restored(step, state, *seconds, recent, [], resizing)
+    return Restored(step, state, *seconds, recent, [], resizing, is_due)
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 import lsgd_jax as lj
+from train.cluster.signals import StopRequested
 from train.data.arrays import DataError
 from train.metrics import measures
 from train.run.open import Run
 from train.run.reporting import report, run_test, write_leaders
+from train.run.result import Tested
 
 
 def save(run: Run) -> bool:
@@ -26,25 +28,49 @@ def save(run: Run) -> bool:
     write_leaders(run, run.buffer.take_elections())
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
-        with contextlib.suppress(DataError):  # a checkpoint needs no center
-            run.find_center()
+        with contextlib.suppress(DataError, StopRequested):  # a checkpoint needs no center
+            run.find_center(run.stop_signals.check_hurry)
         return run.checkpoints.save(run.step, run.state, notes(run), run.center)
 
 
 def test_and_save(run: Run, since: int) -> None:
-    """Tests and saves if their intervals have ended after step `since`.
+    """Saves and tests if their intervals have ended after step `since`.
 
-    A test that is better than those of all earlier steps is saved, too.
+    A test may take longer than there is time after SIGTERM, so the checkpoint is first.
     """
-    if run.passed(run.config.test_every, since):
-        run_test(run)
-        tested = _tested(run)
-        if tested is not None and measures.first(tested) < run.lowest:
-            run.lowest = measures.first(tested)
-            save(run)
-    if run.passed(run.config.checkpoint_every, since):
+    run.test_is_due = run.passed(run.config.test_every, since)
+    is_saved = run.passed(run.config.checkpoint_every, since)
+    if is_saved:
         save(run)
+    if run.test_is_due:
+        test(run, saves_the_best=not is_saved)
     run.center = None
+
+
+def test(run: Run, saves_the_best: bool) -> Tested | None:
+    """Tests, and notes the result with the checkpoint of this step, if there is one.
+
+    Args:
+      run: the run.
+      saves_the_best: whether to save if the test is better than those of all earlier steps.
+
+    Returns:
+      The result, or None if the run was asked to stop. Its resumption begins with the test.
+    """
+    try:
+        result = run_test(run)
+    except StopRequested:
+        return None
+    run.test_is_due = False
+    tested = _tested(run)
+    if tested is None:
+        return result
+    if measures.first(tested) < run.lowest:
+        run.lowest = measures.first(tested)
+        if saves_the_best:
+            save(run)
+    run.checkpoints.add_test(run.step, tested)
+    return result
 
 
 def notes(run: Run) -> dict[str, Any]:
@@ -63,6 +89,7 @@ def notes(run: Run) -> dict[str, Any]:
         "best_worker": recent.best,
         "sizes": run.experiment.forward.sizes,
         "tested": _tested(run),
+        "test_is_due": run.test_is_due,
     }
 
 

@@ -22,7 +22,7 @@ from train.data.text import Text
 from train.data.translation import Translation
 from train.task import batch_statistics, inside, models, optimizers, schedules
 from train.task.datasets import Data, load_dataset
-from train.task.forward import Forward, TestResult
+from train.task.forward import Check, Forward, TestResult, go_on
 from train.task.images import ImageForward
 from train.task.state import TrainState
 from train.task.text import TextForward
@@ -207,11 +207,11 @@ class BaseExperiment(abc.ABC):
         """Tests the center, the model that represents all workers."""
         return self.test(self.center(state))
 
-    def test_worker(self, state: Any, worker: int) -> TestResult:
-        """Tests the model of one worker."""
+    def test_worker(self, state: Any, worker: int, check: Check = go_on) -> TestResult:
+        """Tests the model of one worker. For `check` see `test`."""
         variables = state.params, state.stats
         params, stats = self._pick(variables, lj.Shared(worker)).value
-        return self.test(self._variables(params, stats))
+        return self.test(self._variables(params, stats, check), check)
 
     def sample(self, variables: Any) -> str:
         """A text that a model generates, or '' if it does not generate text."""
@@ -219,45 +219,58 @@ class BaseExperiment(abc.ABC):
         fetched = self.workers.fetch(variables)
         return self.forward.sample(fetched, jax.random.key(self._config.seed))
 
-    def score(self, variables: Any) -> TestResult:
-        """Measures of a model that take longer than a test."""
-        return self.forward.score(self.workers.fetch(variables))
+    def score(self, variables: Any, check: Check = go_on) -> TestResult:
+        """Measures of a model that take longer than a test. For `check` see `test`."""
+        return self.forward.score(self.workers.fetch(variables), check)
 
-    def center(self, state: Any) -> dict[str, Any]:
-        """The variables of the center, as they are tested."""
+    def center(self, state: Any, check: Check = go_on) -> dict[str, Any]:
+        """The variables of the center, as they are tested. For `check` see `test`."""
         params = lj.center(state.params, state.opt_state)
-        return self._variables(params, lj.consensus(state.stats) if state.stats else {})
+        stats = lj.consensus(state.stats) if state.stats else {}
+        return self._variables(params, stats, check)
 
-    def _variables(self, params: Any, stats: Any) -> dict[str, Any]:
+    def _variables(self, params: Any, stats: Any, check: Check) -> dict[str, Any]:
         if stats and self._config.batch_statistics == "reestimate":
-            stats = self.reestimated(params, stats)
+            stats = self.reestimated(params, stats, check)
         return {"params": params, **stats}
 
-    def test(self, variables: dict[str, Any]) -> TestResult:
-        """Tests a model."""
-        shared, add = lj.Shared(variables), self.backlog().add
-        batches = self.forward.source.test_batches
-        sums = [add(self._sums(shared, *batch)) for batch in batches]
+    def test(self, variables: dict[str, Any], check: Check = go_on) -> TestResult:
+        """Tests a model.
+
+        Args:
+          variables: its parameters and batch statistics.
+          check: called before each batch. The test is left if it raises an exception.
+        """
+        shared = lj.Shared(variables)
+        backlog = self.backlog()
+        sums = []
+        for batch in self.forward.source.test_batches:
+            check()
+            sums.append(backlog.add(self._sums(shared, *batch)))
         totals = np.sum(self.workers.fetch(sums), axis=(0, 2), dtype=np.float64)
         return self.forward.result(totals)
 
     def _sums_of_one(self, variables, *batch):
         return self.forward.sums(variables.value, *batch)
 
-    def reestimated(self, params: Any, stats: Any) -> Any:
+    def reestimated(self, params: Any, stats: Any, check: Check = go_on) -> Any:
         """Batch statistics of a model: the mean over some batches of every worker.
 
         Args:
           params: the parameters of the model.
           stats: statistics of the right shapes.
+          check: see `test`.
         """
         count = min(REESTIMATE_BATCHES, self.forward.source.steps_per_epoch)
         keys = self.workers.put(self.task.keys())
-        shared, add = lj.Shared((params, stats)), self.backlog().add
-        seen = [
-            lj.consensus(add(self._stats_of_batch(shared, self.data, batch, keys)))
-            for batch in self.batches(range(count))
-        ]
+        shared = lj.Shared((params, stats))
+        backlog = self.backlog()
+        seen = []
+        with contextlib.closing(self.batches(range(count))) as batches:
+            for batch in batches:
+                check()
+                found = self._stats_of_batch(shared, self.data, batch, keys)
+                seen.append(lj.consensus(backlog.add(found)))
         return jax.tree.map(lambda *each: sum(each) / count, *seen)
 
     def _stats_of_one(self, variables, data, batch, key):

@@ -1,6 +1,6 @@
 """The interface of a task: its data, its loss and its test."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -8,6 +8,11 @@ from jax import Array
 
 
 TestResult = dict[str, float]  # see train.metrics.measures
+Check = Callable[[], None]  # raises an exception if a test is to be left
+
+
+def go_on() -> None:
+    """The check of a test that nothing stops."""
 
 
 class Forward(Protocol):
@@ -46,8 +51,8 @@ class Forward(Protocol):
         """The result of a test from the sums over all test batches and workers."""
         ...
 
-    def score(self, variables: Any) -> TestResult:
-        """Further measures of a model, for the end of a run."""
+    def score(self, variables: Any, check: Check = go_on) -> TestResult:
+        """Further measures of a model, for the end of a run. `check` is called often."""
         return {}
 
     def sample(self, variables: Any, key: Array) -> str:

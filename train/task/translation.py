@@ -17,7 +17,7 @@ from train.data.sampler import rows_in_batches, sampled
 from train.data.translation import END, INSTALL, PAD, Subwords, Translation
 from train.process.messages import is_installed
 from train.task import models
-from train.task.forward import Forward, TestResult
+from train.task.forward import Check, Forward, TestResult, go_on
 from train.task.inside import split_batch
 from train.task.text import VOCABULARY
 
@@ -85,12 +85,12 @@ class TranslationForward(Forward):
         loss, tokens = totals
         return {"loss": float(loss / tokens)}
 
-    def score(self, variables: Any) -> TestResult:
+    def score(self, variables: Any, check: Check = go_on) -> TestResult:
         """bleu: BLEU of greedy translations of the held-out sentences."""
         if not is_installed("sacrebleu"):
             return {}
         source, target = self._held_out
-        found = translated(self.model, variables, self.vocabulary, source)
+        found = translated(self.model, variables, self.vocabulary, source, check=check)
         return {"bleu": bleu(found, target)}
 
     def sample(self, variables: Any, key: Array) -> str:
@@ -130,6 +130,7 @@ def translated(
     vocabulary: Subwords,
     texts: Sequence[str],
     beam: int = 1,
+    check: Check = go_on,
 ) -> list[str]:
     """Translates sentences. Those that exceed the context of the model are cut.
 
@@ -139,6 +140,7 @@ def translated(
       vocabulary: its subwords.
       texts: the sentences.
       beam: number of candidates that a beam search keeps. With 1 it is greedy.
+      check: called before each batch. The translation is left if it raises an exception.
     """
     if not texts:
         return []
@@ -147,7 +149,10 @@ def translated(
     # A batch ends with its longest sentence, so sentences of like lengths go together.
     order = np.argsort((ids != PAD).sum(axis=1), kind="stable")
     rows = np.minimum(rows_in_batches(len(texts), 1, TEST_BATCH)[:, 0], len(texts) - 1)
-    each = [np.asarray(search(variables, ids[order[batch]])) for batch in rows]
+    each = []
+    for batch in rows:
+        check()
+        each.append(np.asarray(search(variables, ids[order[batch]])))
     found = np.empty_like(ids)
     found[order] = np.concatenate(each)[: len(texts)]
     return vocabulary.decode(found)

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
+import time
 import typing
 
 import pytest
@@ -245,3 +247,23 @@ def test_runs_that_start_together_get_different_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "choose", raced)
     folder = run_folder.create(config, Session())
     assert folder.name == f"{taken[0].name}-2"
+
+
+@pytest.mark.parametrize("ahead", [3600, 1e-3])
+@pytest.mark.parametrize("hosts", ["UTC UTC", "Asia/Tokyo America/Los_Angeles"])
+def test_the_run_that_began_last_is_the_newest(ahead, hosts, tmp_path, monkeypatch):
+    """Also on hosts in other time zones, and after a clock was set back."""
+    config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
+    clock = [1_800_000_000 + ahead, 1_800_000_000.0, 1_800_000_001.0]
+    begun = []
+    for zone, now in zip([*hosts.split(), "UTC"], clock):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        begun.append(run_folder.create(config, Session()))
+        assert run_folder.newest(config.runs, config.name) == begun[-1]
+    monkeypatch.undo()
+    time.tzset()
+    assert len(set(begun)) == 3
+    os.utime(begun[0] / "config.json")  # as a copy of the folder
+    assert run_folder.newest(config.runs, config.name) == begun[-1]

@@ -40,7 +40,7 @@ def test_the_first_ctrl_c_is_recorded_and_the_second_interrupts(listening):
 def test_a_run_interrupted_before_its_first_step_stops_after_it(listening):
     os.kill(os.getpid(), signal.SIGINT)
     with StopSignals(Session()) as signals:
-        assert signals.stop_at(1) and signals.received == signal.SIGINT
+        assert signals.asked() and signals.received == signal.SIGINT
 
 
 def test_ignored_signals_stay_ignored():

@@ -102,6 +102,6 @@ def test_without_data_workers_are_saved_and_the_center_is_not(opened, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(type(run.experiment), "reestimated", fails)
         assert save(run) and run.checkpoints.close()
-    refused("step 0 cannot be read: it holds no center, only workers", run.folder)
+    refused("step 0 cannot be read: it holds no center, because", run.folder)
     loaded = train.load(run.folder, worker=1)
     assert loaded.variables.keys() == {"params", "batch_stats"} and loaded.tested is None

@@ -1,8 +1,10 @@
 """One process holds a run folder: others are refused, take over, or find out."""
 
 import contextlib
+import errno
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -196,6 +198,26 @@ def test_a_process_may_open_its_run_again_and_drops_its_locks(tmp_path):
     assert lost == said == [] and (tmp_path / LOCK).exists()
     del second
     assert not (tmp_path / LOCK).exists()
+
+
+def test_a_file_system_that_became_read_only(tmp_path, monkeypatch, capsys):
+    """The run ends without a traceback, and a resumption names the file system."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    held, _ = hold(tmp_path, pytest.fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        held.release()
+    assert (tmp_path / LOCK).exists()
+    hold_elsewhere(tmp_path)  # its process is dead, but no other host can tell
+    monkeypatch.setattr(pathlib.Path, "touch", refuse)
+    line = f"{tmp_path} cannot be written to: Read-only file system"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        open.hold(tmp_path, Session(), Progress(1))
+    assert capsys.readouterr() == ("", "")  # at once
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK, OWNER}
 
 
 def test_a_run_that_lost_its_folder_exits_at_once(tmp_path, monkeypatch, capsys):

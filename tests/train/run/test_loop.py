@@ -14,11 +14,15 @@ import pytest
 import tiny
 from harness import close, exchanges
 
+import lsgd_jax as lj
 from train.config import WorkersConfig, methods
 from train.metrics import log
+from train.metrics.buffer import Interval
 from train.metrics.tensorboard import TensorBoard
 from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
+from train.run.reporting import report
+from train.run.saving import save
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -163,6 +167,51 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.parametrize("step, number", [(6, signal.SIGTERM), (12, signal.SIGINT)])
+def test_a_test_is_left_at_once_and_made_up_for(
+    step, number, finished, opened, monkeypatch, capsys
+):
+    """The checkpoint of the same step is written before the test, and has its result."""
+    run = opened()
+    test, saved = tiny.Shared.test, []
+
+    def signaled(self, *given):
+        if run.step == step:
+            saved.append(run.checkpoints.save(step, None, {}))  # it has begun
+            signal.raise_signal(number)
+        return test(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.Shared, "test", signaled)
+        result = train(run)
+    assert (result.step, result.stopped_by, result.tested) == (step, number, None)
+    assert result.saved and saved == [True]
+    assert f"stopped at step {step} after" in capsys.readouterr().out
+    assert step not in [event["step"] for event in log.read(run.folder).get("test", [])]
+    again = opened(resume=True)
+    assert again.step == step
+    result = train(again)
+    assert (result.tested, result.best) == (finished[1].tested, finished[1].best)
+    tests = [log.read(x.folder)["test"] for x in (again, finished[0])]
+    resumed, undisturbed = ([(e["step"], e["center_loss"]) for e in x] for x in tests)
+    assert resumed == undisturbed
+    tiny.assert_equal_to_the_bit(finished[0].state, again.state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_leaves_no_time_for_batch_statistics(number, opened, monkeypatch):
+    def reestimated(self, params, stats, check):
+        check()
+        return stats
+
+    monkeypatch.setattr(tiny.Shared, "reestimated", reestimated)
+    run = opened(model="digits-bn")
+    run.stop_signals.received = number
+    assert save(run) and run.checkpoints.close()
+    has_center = (run.folder / "checkpoints" / "0" / checkpoints.MODEL).exists()
+    assert has_center == (number == signal.SIGINT)
+
+
 def test_ctrl_c_during_compilation_is_answered(opened, trained, capsys):
     run = opened()
     assert trained(run, signaled(run, 0)).step == 1
@@ -272,9 +321,9 @@ def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
     found_by_tests(monkeypatch, [50.0, 50.0, 30.0, 30.0, 40.0, 40.0, 45.0, 45.0])
     computed, center = [], tiny.Shared.center
 
-    def noted(self, state):
+    def noted(self, state, *check):
         computed.append(int(state.step.value))
-        return center(self, state)
+        return center(self, state, *check)
 
     monkeypatch.setattr(tiny.Shared, "center", noted)
     run = opened(test_every=3, checkpoint_every=6, keep_checkpoints=1)
@@ -370,6 +419,22 @@ def test_a_diverged_worker_is_reported_and_restored(opened, capsys):
     assert all(0 not in e["leaders"] for e in events["leaders"] if e["step"] <= 4)
     momentum = [x for name, x in tiny.leaves(run.state).items() if "trace" in name]
     assert momentum and all(np.isfinite(x).all() for x in momentum)
+
+
+def test_workers_whose_exchanges_are_dropped_in_a_row_are_named(opened, capsys):
+    """Finite workers whose mean is not finite: nothing that they exchange is a target."""
+    run = opened()
+    (level, *_) = lj.diagnostics(run.state.opt_state)
+    rows = {(0, 0, 0, 0): "", (0, 1, 0, 0): "", (0, 3, 0, 2): "1, 3"}
+    for in_a_row, named in rows.items():
+        pull = dataclasses.replace(level, dropped_in_a_row=np.array(in_a_row))
+        losses = np.ones((1, 4), np.float32)
+        report(run, Interval(8, losses, 0.0, done=8, diagnostics=(pull,)))
+        said = (
+            f"warning: worker {named} trains alone: the last 3 exchanges of pull 1 (every "
+            "2 steps, over local) were dropped, for about 6 steps up to step 8; see docs/"
+        )
+        assert (said in capsys.readouterr().out) == bool(named)
 
 
 @pytest.mark.parametrize("method", ["diloco", "async-diloco", "independent", "krum"])

@@ -19,6 +19,7 @@ from train.metrics import log
 from train.run.folder import check_same_experiment
 from train.run.loop import train
 from train.run.open import open_run
+from train.task.forward import go_on
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -58,7 +59,7 @@ def test_the_run_ends_with_a_test_and_a_sample(finished):
     # Likely letters are drawn: most are followed by their successor.
     pairs = [TEXT[i : i + 2] for i in range(64)]
     assert np.mean([sample[i : i + 2] in pairs for i in range(499)]) > 0.5
-    assert run.experiment.sample(run.find_center()) == sample
+    assert run.experiment.sample(run.find_center(go_on)) == sample
 
 
 def test_a_trained_model_continues_a_prompt(finished, refusal, capsys):
