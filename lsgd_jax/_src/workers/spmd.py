@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts
-from lsgd_jax._src.shared import NAMES, check_rows, during, one_worker, shared_flags
+from lsgd_jax._src.shared import NAMES, SLOTS, check_rows, during, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
 from lsgd_jax._src.workers.device_grid import Slots
@@ -144,7 +144,8 @@ def _trace(
         axis_names=set(grid.axes),
         check_vma=False,
     )
-    traced, outputs = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)(*args)
+    with during(SLOTS, tuple(name for name, _ in grid.slots)):
+        traced, outputs = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)(*args)
     uniform.check(traced.jaxpr, args, outputs, grid.sizes)
     (mapped,) = traced.eqns
     body = jaxpr_as_fun(ClosedJaxpr(with_whole_tables(mapped.params["jaxpr"]), ()))
