@@ -10,6 +10,7 @@ PACKAGES = "lsgd_jax", "train", "paper", "configs", "benchmarks", "examples"
 PRIVATE = {
     "jax._src.core.get_axis_env",
     "jax._src.core.remove_explicit_mesh_axis_names",
+    "jax._src.core.trace_ctx",
     "ray._private.ray_constants",
     "ray._private.utils",
     "ray._private.worker",

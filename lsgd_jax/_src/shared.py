@@ -24,6 +24,9 @@ WORKER_AXES = ("node", "local")
 # The names of 'node' and 'local' on a mesh that the user has made, while it is traced.
 NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names")
 
+# The vmapped axes of `Workers.map` while it traces a worker, which is not vmapped yet.
+SLOTS: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("slots")
+
 
 @contextlib.contextmanager
 def during(variable: contextvars.ContextVar[T], value: T) -> Generator[None]:

@@ -58,7 +58,8 @@ def sparta(
       float32 at least.
 
     Raises:
-      ValueError: a density outside (0, 1].
+      ValueError: a density outside (0, 1]; in `update`, a leaf of 2³¹ entries or more on a
+        device.
 
     Reference: the SPARTA strategy of EXO Gym, whose released code draws every entry by
     itself.
@@ -91,6 +92,12 @@ def _averaged(
 
     def average(tree: Tree, where: Array, t: Array) -> tuple[Tree, Array]:
         leaves, treedef = jax.tree.flatten(tree)
+        for leaf in leaves:
+            if leaf.size >= 2**31:
+                raise ValueError(
+                    "a leaf must have fewer than 2^31 entries on each device for `sparta`, "
+                    f"got shape {leaf.shape}: shard it, or exclude it with `part=`"
+                )
         # One entry of every cell of each leaf.
         counts = [-(-leaf.size // cell) for leaf in leaves]
         offsets = jax.random.randint(draws(seed, t), [sum(counts)], 0, cell, jnp.int32)

@@ -4,12 +4,14 @@ A fingerprint of the bits goes with each exchange, 8 bytes. A worker whose finge
 differs from that of the majority is counted, and takes the majority's value.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
@@ -20,6 +22,7 @@ from lsgd_jax._src.exchange.branch import typed_alike
 from lsgd_jax._src.layouts import axes_by_dimension, known_axes, shard_by_shard
 from lsgd_jax._src.shared import REPAIR, Shared
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.collectives import MeshChannel
 from lsgd_jax._src.wire.group import Group
 
 
@@ -59,44 +62,60 @@ class Agreement(NamedTuple):
 def verified(group: Group, state: Any) -> Any:
     """Compares the fingerprints of the group, and repairs a worker that differs.
 
+    A worker may be spread over several devices, which hold copies of what is not sharded.
+    Workers therefore compare one fingerprint, and in a repair the holders of each leaf
+    vote: all devices of all workers that must hold the same bits.
+
     Args:
       group: the workers; counts the bytes.
       state: the `PullState` of a pull with `verify`.
 
     Returns:
-      The state with the majority's values. Of several largest classes of equal workers,
-      the one with the lowest index counts as the majority.
+      The state with the majority's values, see `_majority`.
     """
-    if group.size == 1:
+    axes = known_axes()
+    if group.size == 1 and not axes:
         return state
-    held = _promised(state)
-    each = jnp.concatenate([fingerprints(held), state.agreement.target[None]])
-    # One hash of all leaves travels. Which leaf differs is asked only in a repair.
-    rows = group.gather(each.sum(0, dtype=jnp.uint32))
-    same = (rows[:, None] == rows[None]).all(-1)
-    source = jnp.argmax(same.sum(1)).astype(jnp.int32)
-    differs = ~same[source, group.index]
+    layout = axes_by_dimension(_promised(state))
+    holders = [MeshChannel((*_copied_over(own, axes), *group.axes)) for own in layout]
 
-    def repair(_: Any, carried: tuple[Tree, Agreement]) -> tuple[Tree, Agreement]:
-        held, before = carried
-        # XLA would move what does not depend on the loop's state out of the loop.
-        mine, _ = lax.optimization_barrier((each, before.target))
-        others = group.channel.gather(mine)[source]
-        leaf = jnp.argmax((others != mine).any(-1)).astype(jnp.int32)
-        after = Agreement(
-            _broadcast(group, before.target, source),
-            differs,
-            before.differed + differs.astype(jnp.int32),
-            jnp.where(differs, leaf, before.leaf),
-        )
-        return _taken_over(group, held, source), after
+    def of_shards(held: Promised, before: Agreement) -> tuple[Promised, Agreement]:
+        hashes = _hashes(jax.tree.leaves(held), layout, axes)
+        # One hash of all leaves travels. Its lowest bit says whether a worker's own copies
+        # agree, because the copies of all workers may differ in the same way.
+        high, low = hashes.of_worker.sum(0, dtype=jnp.uint32)
+        flag = hashes.copies_agree.astype(jnp.uint32)
+        rows = group.gather(jnp.stack([high, low >> 1 << 1 | flag]))
+        agrees = (rows == rows[:1]).all() & (rows[0, 1] & 1 == 1)
 
-    # A loop changes its state in place, where a branch would hold a copy.
-    times = _of_any_row(~same[source].all()).astype(jnp.int32)
-    carried = held, state.agreement._replace(differs=differs)
-    with jax.named_scope(REPAIR):
-        held, after = lax.fori_loop(0, times, repair, carried)
-    return _with_promised(state, held)._replace(agreement=after)
+        def repair(
+            _: Any, carried: tuple[Promised, Agreement]
+        ) -> tuple[Promised, Agreement]:
+            held, before = carried
+            # XLA would move what does not depend on the loop's state out of the loop.
+            mine, _ = lax.optimization_barrier((hashes.of_device, before.differed))
+            sources, wrong = _voted(group, holders, mine, axes)
+            differs = wrong.any()
+            after = before._replace(
+                differs=differs,
+                differed=before.differed + differs.astype(jnp.int32),
+                leaf=jnp.where(differs, jnp.argmax(wrong).astype(jnp.int32), before.leaf),
+            )
+            return _taken_over(holders, held, sources), after
+
+        # A loop changes its state in place, where a branch would hold a copy.
+        times = _of_any_row(~agrees).astype(jnp.int32)
+        carried = held, before._replace(differs=jnp.zeros_like(agrees))
+        with jax.named_scope(REPAIR):
+            return lax.fori_loop(0, times, repair, carried)
+
+    counters = state.agreement._replace(target=())
+    held, after = shard_by_shard(
+        of_shards, _promised(state), counters, out=lambda *specs: specs
+    )
+    return _with_promised(state, held)._replace(
+        agreement=after._replace(target=held.target)
+    )
 
 
 def common_start(group: Group, params: Tree) -> Tree:
@@ -124,15 +143,68 @@ def common_start(group: Group, params: Tree) -> Tree:
     return jax.tree.map(trees.finite_part, start)
 
 
-def _taken_over(group: Group, tree: Tree, source: Array) -> Tree:
-    """The tree of worker `source`, sent leaf by leaf, so that few buffers are needed."""
+def _voted(
+    group: Group, holders: Sequence[MeshChannel], mine: Array, axes: tuple[str, ...]
+) -> tuple[Array, Array]:
+    """The source of each leaf, and whether this worker differs from it.
+
+    Args:
+      group: the workers.
+      holders: for each leaf the devices that hold the same bits.
+      mine: uint32 [leaves, 2], the hash of each leaf on this device.
+      axes: those inside a worker.
+
+    Returns:
+      (sources, wrong): the index of a holder of each leaf, int32 [leaves], and bool
+      [leaves].
+    """
+    sources = jnp.zeros(len(holders), jnp.int32)
+    wrong = jnp.zeros(len(holders), jnp.int32)
+    for channel in dict.fromkeys(holders):
+        leaves = np.array([n for n, own in enumerate(holders) if own == channel])
+        votes = channel.gather(mine[leaves])
+        source = _majority(votes, group.size)
+        right = jnp.take_along_axis(votes, source[None, :, None], axis=0)[0]
+        differs = (right != mine[leaves]).any(-1)
+        sources = sources.at[leaves].set(source)
+        wrong = wrong.at[leaves].set(differs.astype(jnp.int32))
+    # Any device of a worker counts for the worker.
+    return sources, (lax.psum(wrong, axes) if axes else wrong) > 0
+
+
+def _majority(votes: Array, workers: int) -> Array:
+    """The index of a holder in the largest class of equal ones, for each leaf: int32.
+
+    Of several largest classes one with a worker whose own copies agree counts, and then the
+    one with the lowest index. The index is of such a worker if the class has one.
+
+    Args:
+      votes: uint32 [copies * workers, leaves, 2], the hashes of all holders.
+      workers: their number.
+
+    >>> votes = jnp.array([[7, 7], [3, 3], [3, 3], [3, 3]], jnp.uint32)[:, None]
+    >>> _majority(votes, workers=2).tolist()
+    [1]
+    """
+    high = votes[..., 0]
+    low = votes[..., 1]
+    same = (high[:, None] == high[None]) & (low[:, None] == low[None])
+    members = same.sum(1, dtype=jnp.int32)
+    by_copy = votes.reshape(-1, workers, *votes.shape[1:])
+    is_whole = (by_copy == by_copy[:1]).all((0, -1)).astype(jnp.int32)
+    rank = 2 * members + jnp.tile(is_whole, (len(by_copy), 1))
+    return jnp.argmax(rank, axis=0).astype(jnp.int32)
+
+
+def _taken_over(holders: Sequence[MeshChannel], tree: Tree, sources: Array) -> Tree:
+    """The tree of the sources, sent leaf by leaf, so that few buffers are needed."""
     leaves, treedef = jax.tree.flatten(tree)
     for n, leaf in enumerate(leaves):
         # Chained, so that XLA does not send all leaves at once, which takes buffers for
         # all.
         if n:
             leaf, leaves[n - 1] = lax.optimization_barrier((leaf, leaves[n - 1]))
-        leaves[n] = _broadcast(group, leaf, source)
+        leaves[n] = _broadcast(holders[n], leaf, sources[n])
     return treedef.unflatten(leaves)
 
 
@@ -154,45 +226,62 @@ def _(size: int, batched: list[bool], condition: Array) -> tuple[Array, bool]:
 # What lock step promises to be bit-identical in the group
 
 
+class Promised(NamedTuple):
+    """What must be bit-identical in the group.
+
+    Attributes:
+      rule: the rule's state, of which only the shared nodes are left.
+      wire: the reference of the wire format, or None.
+      target: the fingerprint of the last target, see `Agreement`.
+    """
+
+    rule: Any
+    wire: Tree | None
+    target: Array | None
+
+
 def names(state: Any) -> tuple[str, ...]:
     """Returns the names of the leaves that are compared: paths, and 'target' at the end."""
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    held = _promised(state)._replace(target=None)
     paths = [
         name(tuple(key for key in path if str(key) not in (".value", ".reference")))
-        for path, _ in jax.tree_util.tree_leaves_with_path(_promised(state))
+        for path, _ in jax.tree_util.tree_leaves_with_path(held)
     ]
     return (*(path.partition("/")[2] for path in paths), "target")
 
 
-def _promised(state: Any) -> Tree:
-    """The shared nodes of the rule's state, and the reference of the wire format."""
+def _promised(state: Any) -> Promised:
+    """The part of a pull's state that must be bit-identical in the group."""
     keep = lambda node: node if isinstance(node, Shared) else optax.MaskedNode()
     rule = jax.tree.map(keep, state.rule, is_leaf=lambda node: isinstance(node, Shared))
-    return {"rule": rule, "wire": getattr(state.wire, "reference", None)}
+    return Promised(rule, getattr(state.wire, "reference", None), state.agreement.target)
 
 
-def _with_promised(state: Any, held: Tree) -> Any:
+def _with_promised(state: Any, held: Promised) -> Any:
     is_kept = lambda node: isinstance(node, Shared | optax.MaskedNode)
     pick = lambda mine, own: own if isinstance(mine, optax.MaskedNode) else mine
     is_own = lambda node: isinstance(node, Shared)
-    mine = jax.tree.leaves(held["rule"], is_leaf=is_kept)
+    mine = jax.tree.leaves(held.rule, is_leaf=is_kept)
     own, treedef = jax.tree.flatten(state.rule, is_leaf=is_own)
     state = state._replace(rule=treedef.unflatten(map(pick, mine, own)))
     if not state.wire:
         return state
-    return state._replace(wire=state.wire._replace(reference=held["wire"]))
+    return state._replace(wire=state.wire._replace(reference=held.wire))
 
 
-def _broadcast(group: Group, x: Array, source: Array) -> Array:
-    """The bits of worker `source`; a sum of floats would lose the sign of -0.0."""
+def _broadcast(holders: MeshChannel, x: Array, source: Array) -> Array:
+    """The bits of holder `source`; a sum of floats would lose the sign of -0.0.
+
+    No group counts them: repairs are rare, and no bytes of an exchange.
+    """
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        data = _broadcast(group, jax.random.key_data(x), source)
+        data = _broadcast(holders, _numbers(x), source)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = (_broadcast(group, part, source) for part in (x.real, x.imag))
+        parts = (_broadcast(holders, part, source) for part in (x.real, x.imag))
         return lax.complex(*parts)
-    # Past the group's counter: repairs are rare, and no bytes of an exchange.
-    sent = group.channel.broadcast(_bits(x), source)
+    sent = holders.broadcast(_bits(x), source)
     if x.dtype == jnp.bool_:
         return sent.astype(bool)
     return lax.bitcast_convert_type(sent, x.dtype)
@@ -207,47 +296,72 @@ def fingerprint(tree: Tree) -> Array:
     A change of a single element always changes it. Other changes go unseen with a
     probability of about 2⁻⁶⁴.
     """
-    return fingerprints(tree).sum(0, dtype=jnp.uint32)
-
-
-def fingerprints(tree: Tree) -> Array:
-    """Returns the summands of `fingerprint`: uint32 [leaves, 2]."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    tree = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     if not jax.tree.leaves(tree):
-        return jnp.zeros([0, 2], jnp.uint32)
+        return jnp.zeros([2], jnp.uint32)
     axes = known_axes()
-    layout: list[list[tuple[str, ...]]] = []
+    tree = jax.tree.map(_numbers, tree)
+    layout = axes_by_dimension(tree)
 
     def of_shards(tree: Tree) -> Array:
-        leaves = jax.tree.leaves(tree)
-        own = layout or [[]] * len(leaves)
-        found = [_of_leaf(x, n, names) for n, (x, names) in enumerate(zip(leaves, own))]
-        return _added(jnp.stack(found), own, axes) if axes else jnp.stack(found)
+        hashes = _hashes(jax.tree.leaves(tree), layout, axes)
+        return hashes.of_worker.sum(0, dtype=jnp.uint32)
 
-    layout += axes_by_dimension(tree)
     return shard_by_shard(of_shards, tree, out=lambda _: Spec())
 
 
-def _added(
-    found: Array, layout: Sequence[Sequence[tuple[str, ...]]], axes: tuple[str, ...]
-) -> Array:
-    """The sum over a worker's devices.
+class Hashes(NamedTuple):
+    """The hashes of leaves.
 
-    Of several devices that hold the same shard the first one counts. The others change the
-    sum only if they differ from it.
+    Attributes:
+      of_device: uint32 [leaves, 2], of the shards on this device.
+      of_worker: uint32 [leaves, 2], of all its devices.
+      copies_agree: bool scalar, whether those of its devices that hold the same shard have
+        the same bits.
     """
-    copies = [
-        [axis for axis in axes if axis not in sum(map(tuple, names), ())]
-        for names in layout
-    ]
-    is_first = jnp.stack(
-        [lax.axis_index(tuple(c)) == 0 if c else jnp.asarray(True) for c in copies]
-    )
-    count = jnp.array([math.prod(map(lax.axis_size, c)) for c in copies], jnp.uint32)
-    first, every = lax.psum((jnp.where(is_first[:, None], found, 0), found), axes)
-    # The second term is 0 unless a copy differs from the first one.
-    return first ^ (every - count[:, None] * first) * jnp.uint32(ODD[0])
+
+    of_device: Array
+    of_worker: Array
+    copies_agree: Array
+
+
+def _hashes(
+    leaves: Sequence[Array],
+    layout: Sequence[Sequence[tuple[str, ...]]],
+    axes: tuple[str, ...],
+) -> Hashes:
+    """The hashes of leaves, on one device of a worker.
+
+    Of several devices that hold the same shard the first one counts for the worker. The
+    others change the worker's hash only if they differ from it.
+    """
+    each = zip(map(_numbers, leaves), layout)
+    found = jnp.stack([_of_leaf(x, n, names) for n, (x, names) in enumerate(each)])
+    if not axes:
+        return Hashes(found, found, jnp.asarray(True))
+    copied = [_copied_over(names, axes) for names in layout]
+    is_first = [lax.axis_index(c) == 0 if c else jnp.asarray(True) for c in copied]
+    of_first = jnp.where(jnp.stack(is_first)[:, None], found, 0)
+    first, every = lax.psum((of_first, found), axes)
+    count = jnp.array([math.prod(map(lax.axis_size, c)) for c in copied], jnp.uint32)
+    apart = every - count[:, None] * first
+    return Hashes(found, first ^ apart * jnp.uint32(ODD[0]), (apart == 0).all())
+
+
+def _copied_over(
+    names: Sequence[tuple[str, ...]], axes: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The axes inside a worker along which its devices hold copies of a leaf.
+
+    names: the axes over which each dimension is sharded. axes: all axes inside a worker.
+    """
+    return tuple(axis for axis in axes if axis not in itertools.chain(*names))
+
+
+def _numbers(x: Array) -> Array:
+    """The numbers of random keys, and any other array as it is."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.random.key_data(x)
+    return x
 
 
 # Odd numbers, so that each product is a bijection of 32 bits: the golden ratio, and those

@@ -82,8 +82,10 @@ class Pull:
         workers at each exchange, 8 bytes: anchors, centers, references, and the last target
         of a rule that says so (`is_common`). A worker that differs from the majority is
         counted, see `diagnostics`, takes the majority's values, does not contribute to the
-        target and takes it whole. Of two workers that differ none is known to be
-        right: the lowest index counts. In lock step only.
+        target and takes it whole. The copies on a worker's own devices are compared,
+        too, and every device counts for the majority. Of two workers that differ, each
+        with equal copies, none is known to be right: the lowest index counts. In lock
+        step only.
 
     Raises:
       ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay

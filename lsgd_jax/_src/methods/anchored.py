@@ -1,11 +1,13 @@
 """anchored: an anchor that an outer optimizer moves by the workers' pseudo-gradients."""
 
 import numbers
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -20,6 +22,9 @@ from lsgd_jax._src.methods.merging import MERGES, Merge
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.group import Group
+
+
+NEGLIGIBLE = -100  # a power of two, below the rounding of any share
 
 
 class AnchorState(NamedTuple):
@@ -181,8 +186,9 @@ def _check(
         return
     if guard is not None:
         raise ValueError("`weights` must be None with a guard, which weighs by itself")
-    valid = [isinstance(w, numbers.Real) and 0 <= w < float("inf") for w in weights]
-    if not all(valid) or not sum(weights) > 0:
+    most = sys.float_info.max
+    valid = all(isinstance(w, numbers.Real) and 0 <= w <= most for w in weights)
+    if not valid or not any(float(w) > 0 for w in weights):
         raise ValueError(
             "`weights` must be finite numbers of at least 0, not all 0, got "
             f"weights={weights!r}"
@@ -226,9 +232,14 @@ def _shares(group: Group, weights: Sequence[float] | None, takes_part: Array) ->
         raise ValueError(
             f"`weights` must have one number per worker ({group.size}), got {len(given)}"
         )
-    counts = group.gather(takes_part.astype(jnp.float32)) == 1
-    given = jnp.asarray(given, float)
-    mine = jnp.where(counts, given, 0)
+    takes_part = group.gather(takes_part.astype(jnp.float32)) == 1
+    # w = m 2^e, and shares are computed from 2^(e - largest e of those that take part): in
+    # float32, weights or their sum may overflow or be 0.
+    mantissas, exponents = np.frexp(np.asarray(given, np.float64))
+    counts = takes_part & jnp.asarray(mantissas > 0)
+    largest = jnp.where(counts, exponents, exponents.min()).max()
+    lower = jnp.maximum(exponents - largest, NEGLIGIBLE)
+    mine = jnp.where(counts, jnp.ldexp(jnp.asarray(mantissas, float), lower), 0)
     total = mine.sum()
     return jnp.where(total > 0, mine / jnp.where(total > 0, total, 1), 0)[:, None]
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.explicit import by_shards
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
-from lsgd_jax._src.shared import NAMES, WORKER_AXES, known_equal
+from lsgd_jax._src.shared import NAMES, SLOTS, WORKER_AXES, known_equal
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.packing import Cut, Packing
 
@@ -50,6 +50,7 @@ class MeshChannel:
                 continue  # under a vmap over 'node' alone, 'local' has one worker
             if not known:
                 raise NameError(_not_bound(axis))
+            _check_is_of_the_workers(axis, known)
             found += known
         return tuple(name for name in found if lax.axis_size(name) > 1)
 
@@ -226,6 +227,41 @@ def is_bound(name: str) -> bool:
 def any_bound(axes: Sequence[str]) -> bool:
     """Whether at least one of the axes is bound here, split or not."""
     return any(map(is_bound, itertools.chain(*map(parts_of, axes))))
+
+
+def _check_is_of_the_workers(axis: str, bound: Sequence[str]) -> None:
+    """Raises ValueError if a `jax.vmap` inside a worker has bound the axis again.
+
+    A collective would then meet the rows of that vmap in place of the workers.
+
+    Args:
+      axis: the name of the axis.
+      bound: those of its names that are bound here.
+    """
+    by_a_mesh = {*SLOTS.get(()), *jax.sharding.get_abstract_mesh().manual_axes}
+    vmaps = [name for name in _vmapped_axes() if name in bound]
+    if len(vmaps) + any(name in by_a_mesh for name in bound) > 1:
+        raise ValueError(
+            f"the axis {axis!r} of the workers is bound again inside a worker, by a "
+            f"`jax.vmap(..., axis_name={vmaps[0]!r})`, and an exchange along it would mix "
+            "the rows of that vmap: give the vmap another `axis_name`, or none"
+        )
+
+
+def _vmapped_axes() -> list[str]:
+    """The names of the axes of all `jax.vmap`s around this place, innermost first."""
+    try:  # jax has no public function for them
+        from jax._src.core import trace_ctx
+
+        trace = trace_ctx.trace
+    except (ImportError, AttributeError):
+        return []
+    names = []
+    while trace is not None:
+        axis = getattr(trace, "axis_data", None)
+        names.append(getattr(axis, "name", None))
+        trace = getattr(trace, "parent_trace", None)
+    return [name for name in names if isinstance(name, str)]
 
 
 def _not_bound(axis: str) -> str:

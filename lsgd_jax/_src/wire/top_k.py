@@ -88,15 +88,17 @@ class TopK:
         del key
 
         def leaf(flat: Array) -> Entries:
-            flat, indices = widened(flat), None
+            flat = widened(flat)
+            indices = None
             if chunks.count < flat.size:
-                # Behind the end of the leaf nothing is large enough to be sent.
                 gap = -flat.size % chunks.chunk
+                rows = jnp.pad(flat, (0, gap)).reshape(-1, chunks.chunk)
+                # Behind the end of the leaf nothing is large enough to be sent.
                 sizes = jnp.pad(jnp.abs(flat), (0, gap), constant_values=-1)
-                _, found = lax.top_k(sizes.reshape(-1, chunks.chunk), chunks.kept)
-                found = found.ravel()[: chunks.count]
-                flat = flat[chunks.positions(found)]
-                indices = _to_bytes(found, chunks.index_bits)
+                _, found = lax.top_k(sizes.reshape(rows.shape), chunks.kept)
+                chosen = jnp.take_along_axis(rows, found, axis=1)
+                flat = chosen.ravel()[: chunks.count]
+                indices = _to_bytes(found.ravel()[: chunks.count], chunks.index_bits)
             if self.bits is None:
                 return Entries(indices, None, flat)
             codes, values = quantize(flat, self.bits)
@@ -155,18 +157,24 @@ class Chunks(NamedTuple):
         """Bits of an index."""
         return (self.chunk - 1).bit_length()
 
-    def positions(self, found: Array) -> Array:
-        """Where in the flat leaf the entries lie that were found in its chunks."""
-        chunk = jnp.arange(self.count, dtype=jnp.int32) // self.kept
-        return chunk * self.chunk + found.astype(jnp.int32)
-
     def spread(self, values: Array, sent: "Entries") -> Array:
-        """The values at their places in a flat leaf of zeros."""
+        """The values at their places in a flat leaf of zeros.
+
+        A place is a chunk and an index in it, because a leaf may have 2³¹ entries and more.
+        """
         if sent.indices is None:
             return values
+        size = math.prod(self.shape) // self.leaves
+        number = -(-size // self.chunk)
+        gap = number * self.kept - self.count
         found = _out_of_bytes(sent.indices, self.index_bits, self.count)
-        nothing = jnp.zeros([math.prod(self.shape) // self.leaves], values.dtype)
-        return nothing.at[self.positions(found)].set(values)
+        # Behind the last entry of the last chunk nothing was sent: no index of a chunk.
+        columns = jnp.pad(found, (0, gap), constant_values=self.chunk)
+        chosen = jnp.pad(values, (0, gap)).reshape(number, self.kept)
+        rows = lax.broadcasted_iota(jnp.int32, chosen.shape, 0)
+        nothing = jnp.zeros([number, self.chunk], values.dtype)
+        placed = nothing.at[rows, columns.reshape(chosen.shape)].set(chosen, mode="drop")
+        return placed.ravel()[:size]
 
 
 class Entries(NamedTuple):

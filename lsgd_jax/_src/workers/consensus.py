@@ -223,6 +223,10 @@ def _first_that_differs(x: Array) -> tuple[Array, Array, Array]:
 def center(params: Tree, opt_state: Tree) -> Tree:
     """Returns the model to test: the method's own center, or else the `consensus`.
 
+    A method keeps the center of the parameters that it exchanges. Any other tree, known by
+    its structure and shapes, has its `consensus`: batch statistics, for example. An average
+    of the parameters over time has their shapes, so call `consensus` for it.
+
     Args:
       params: the workers' parameters, leaves [W, ...].
       opt_state: the optimizer's state over all workers.
@@ -241,23 +245,45 @@ def center(params: Tree, opt_state: Tree) -> Tree:
             "`center` takes (params, opt_state), got an optimizer's state as `params`"
         )
     leaves, treedef = jax.tree.flatten(params)
-    centers = map(treedef.flatten_up_to, _centers(opt_state))
-    pieces = [
-        [x for x in each if not isinstance(x, optax.MaskedNode)] for each in zip(*centers)
-    ] or [[]] * len(leaves)
+    pieces = _pieces(params, list(_centers(opt_state)))
     if not any(pieces):
         return consensus(params)
     # A method moves no center of leaves that it does not exchange.
     rest = leaves if all(pieces) else jax.tree.leaves(consensus(params))
     return treedef.unflatten(
-        _joined(own, x).astype(x.dtype) if own else mean
+        _joined(own, x.shape[1:]).astype(x.dtype) if own else mean
         for own, x, mean in zip(pieces, leaves, rest)
     )
+
+
+def _pieces(params: Tree, centers: Sequence[Tree]) -> list[list[Array]]:
+    """The centers of each leaf [W, ...]: fragments may have cut it, and it may have none.
+
+    No leaf has a center if the centers are those of another tree.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    nothing: list[list[Array]] = [[] for _ in leaves]
+    found = [list(own) for own in nothing]
+    for tree in centers:
+        try:
+            each = treedef.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            return nothing
+        for own, c in zip(found, each):
+            if isinstance(c, optax.MaskedNode):
+                continue
+            if not hasattr(c, "shape"):
+                return nothing
+            own.append(c)
+    fits = all(_fit(own, x.shape[1:]) for own, x in zip(found, leaves) if own)
+    return found if fits else nothing
 
 
 def _centers(opt_state: Tree) -> Iterator[Tree]:
     """Yields the center of each pull that has one, with empty nodes for other leaves."""
     own = lambda node: hasattr(type(node), "__lsgd_center__") or isinstance(node, WithState)
+    # A user's own vmap has stacked values that are equal on all workers.
+    is_stacked = any(jnp.ndim(node.count.value) for node in states_of(opt_state))
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
         if isinstance(node, WithState):  # of the parameters and fields of the base's state
             yield from (params for params, _ in _centers(node.exchange))
@@ -265,12 +291,28 @@ def _centers(opt_state: Tree) -> Iterator[Tree]:
         shared = node.__lsgd_center__()
         value = to_device(shared.value)
         # Each group of workers has its own center: return their mean.
-        yield value if is_shared(shared) else consensus(value)
+        if not is_shared(shared):
+            yield consensus(value)
+        else:
+            yield jax.tree.map(lambda x: x[0], value) if is_stacked else value
 
 
-def _joined(pieces: Sequence[Array], x: Array) -> Array:
-    """The center of a leaf x [W, ...], of which fragments may have cut pieces."""
-    # A user's own vmap has stacked values that are equal on all workers.
-    first, *others = [c[0] if c.ndim == x.ndim else c for c in pieces]
-    cut = [d for d, (n, m) in enumerate(zip(first.shape, x.shape[1:])) if n != m]
+def _fit(pieces: Sequence[Array], shape: tuple[int, ...]) -> bool:
+    """Whether the pieces of a leaf, cut along one axis at most, have its shape together."""
+    first = pieces[0].shape
+    if first == shape:
+        return True
+    cut = [d for d, (n, m) in enumerate(zip(first, shape)) if n != m]
+    if len(first) != len(shape) or len(cut) != 1:
+        return False
+    (axis,) = cut
+    lengths = [c.shape[axis] for c in pieces]
+    whole = [(*shape[:axis], n, *shape[axis + 1 :]) for n in lengths]
+    return [c.shape for c in pieces] == whole and sum(lengths) == shape[axis]
+
+
+def _joined(pieces: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    """The center of a leaf of a shape that its pieces `_fit`."""
+    first, *others = pieces
+    cut = [d for d, (n, m) in enumerate(zip(first.shape, shape)) if n != m]
     return jnp.concatenate([first, *others], axis=cut[0]) if cut else first

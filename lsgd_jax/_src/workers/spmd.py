@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts
 from lsgd_jax._src.exchange.noted import EXCHANGES, Exchanged
-from lsgd_jax._src.shared import NAMES, check_rows, during, one_worker, shared_flags
+from lsgd_jax._src.shared import NAMES, SLOTS, check_rows, during, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
 from lsgd_jax._src.workers.device_grid import Slots
@@ -152,7 +152,8 @@ def _trace(
         check_vma=False,
     )
     exchanges = list[Exchanged]()
-    with during(EXCHANGES, exchanges):
+    slots = tuple(name for name, _ in grid.slots)
+    with during(EXCHANGES, exchanges), during(SLOTS, slots):
         make = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)
         traced, outputs = make(*args)
     uniform.check(traced.jaxpr, args, outputs, grid.sizes)

@@ -13,6 +13,7 @@ may differ:
   the library's own `known_equal` over the axes of the input without their own; a result of
   another collective over the axes of the input and its own;
 - a result of a branch or a loop also differs over the axes of the predicate;
+- each result of `optimization_barrier` differs over the axes of its own input;
 - any other value differs over the axes of its inputs.
 
 One rule is optimistic: an argument that is an integer or bool SCALAR for each worker is
@@ -132,6 +133,8 @@ class _Analysis:
 
     def _other(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         name, results = _name(eqn), len(eqn.outvars)
+        if name == "optimization_barrier":
+            return operands
         axes = self._axes & axes_of(eqn)
         together = frozenset().union(*operands)
         if axes and name in UNIFYING and eqn.params.get("axis_index_groups") is None:

@@ -1,5 +1,6 @@
 """SparseLoCo: its rounding and its errors."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from harness import (
 )
 
 import lsgd_jax as lj
-from lsgd_jax._src.wire.top_k import quantize
+from lsgd_jax._src.layouts import on_one_device
+from lsgd_jax._src.wire.packing import Packing
+from lsgd_jax._src.wire.top_k import TopK, quantize
 
 
 def test_values_are_rounded_as_the_released_code_rounds_them():
@@ -40,3 +43,13 @@ def test_a_worker_that_is_not_finite_sends_nothing_and_keeps_no_error():
     np.testing.assert_allclose(moved, np.tile(sent.sum(axis=0) / 2, (3, 1)), rtol=1e-6)
     error = state.pulls[0].wire.error
     np.testing.assert_allclose(error, np.where([[1], [0], [1]], u - sent, 0), rtol=1e-6)
+
+
+def test_a_leaf_of_more_entries_than_int32_counts_has_a_message():
+    """By shapes alone: a place is a chunk and an index in it."""
+    wire = TopK()
+    leaf = jax.ShapeDtypeStruct((2**20, 2**11 + 1), "float32")
+    with on_one_device():
+        chunks = wire.layout(Packing(leaf), 0)
+        _, arrived = jax.eval_shape(lambda x: wire.rounded(x, chunks), leaf)
+    assert arrived.shape == leaf.shape

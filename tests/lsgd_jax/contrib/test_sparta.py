@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import lsgd_jax as lj
 
@@ -29,3 +30,11 @@ def test_sparta_averages_one_entry_of_every_cell_and_restores_by_the_step_before
     # 200 draws of probability 1/4 each: within 4.5 standard deviations.
     assert np.abs(often - 50).max() < 4.5 * np.sqrt(200 * 0.25 * 0.75)
     assert lj.diagnostics(state)[0].payload == 4 * (6 + 1) + 4
+
+
+def test_a_leaf_of_more_entries_than_int32_counts_is_refused():
+    tx = lj.contrib.sparta()
+    leaf = jax.ShapeDtypeStruct((2**20, 2**11), "float32")
+    update = jax.vmap(lambda x: tx.update(x, tx.init(x), x), axis_name="node", axis_size=1)
+    with pytest.raises(ValueError, match="fewer than 2.31 entries .*1048576, 2048"):
+        jax.eval_shape(update, jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype))

@@ -1,5 +1,7 @@
 """Tests of `verify`: exchanges find and repair what differs between workers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,63 @@ def test_a_worker_that_differs_is_named_and_takes_the_majoritys_value(name, devi
         for leaf in filter(lambda x: x.is_fully_replicated, leaves):
             copies = {np.asarray(s.data).tobytes() for s in leaf.addressable_shards}
             assert len(copies) == 1
+
+
+@functools.cache
+def over_two_devices_each(W, devices):
+    """A step of DiLoCo, parameters and a state of W workers of two devices each."""
+    workers = lj.Workers(W, 1, inside={"tensor": 2}, devices=jax.devices()[:devices])
+    one = {"b": np.ones(3, "f4"), "w": np.arange(8, dtype="f4")}
+    x = workers.replicate(one, specs={"b": P(), "w": P("tensor")})
+    tx = lj.diloco(1, verify=True)
+
+    def still(x, state):
+        u, state = tx.update(jax.tree.map(jnp.zeros_like, x), state, x)
+        return lj.apply_updates(x, u), state
+
+    step = workers.map(still)
+    return step, *step(x, workers.map(tx.init)(x))
+
+
+# Bits that flip in copies of the anchor's "b" or of the last target, on devices of which
+# each worker has two, and the workers that differ.
+FLIPS = {
+    "a copy of the first worker": ("b", {1: 20}, [0]),
+    "its other copy": ("b", {0: 20}, [0]),
+    "a copy of the second worker": ("b", {2: 20}, [1]),
+    "another copy in each of two": ("b", {1: 20, 2: 7}, [0, 1]),
+    "the same copy in each of two": ("b", {1: 20, 3: 20}, [0, 1]),
+    "all copies of the second worker": ("b", {2: 20, 3: 20}, [1]),
+    "a copy of the last target": ("target", {1: 20}, [0]),
+}
+PLACES = [(flip, 2, 4) for flip in FLIPS] + [("a copy of the first worker", 1, 2)]
+# The last one has two workers on each pair of devices.
+MORE_PLACES = [(flip, 4, 8) for flip in FLIPS] + [("a copy of the first worker", 4, 4)]
+
+
+@pytest.mark.parametrize(
+    "flip, W, devices", mostly_slow(PLACES + MORE_PLACES, fast=PLACES[:-1])
+)
+def test_a_copy_inside_a_worker_that_differs_takes_what_most_devices_hold(flip, W, devices):
+    name, bits, differ = FLIPS[flip]
+    step, x, state = over_two_devices_each(W, devices)
+    held = state.pulls[0]
+    leaf = {"b": held.rule.anchor.value["b"], "target": held.agreement.target}[name]
+    leaves, treedef = jax.tree.flatten(state)
+    (n,) = [n for n, own in enumerate(leaves) if own is leaf]
+    right = np.asarray(leaf)
+    for device, bit in bits.items():
+        leaves[n] = spoiled(leaves[n], device, 1, bit)
+    per_device = 2 * W // devices
+    workers = [i * per_device + k for i in differ for k in range(per_device)]
+    for _ in range(2):
+        x, state = step(x, treedef.unflatten(leaves))
+        (seen,) = lj.diagnostics(state)
+        assert np.flatnonzero(seen.differed).tolist() == workers
+        assert seen.leaves[seen.leaf[workers[0]]].rpartition("/")[2] == name
+        leaves = jax.tree.leaves(state)
+        for shard in leaves[n].addressable_shards:
+            np.testing.assert_array_equal(shard.data, right[shard.index])
 
 
 VERIFIED = [n for n, m in METHODS.items() if not m.first and not m.around]

@@ -42,3 +42,14 @@ def test_a_worker_that_is_not_finite_does_not_weigh(merge):
     np.testing.assert_allclose(found, weighed, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"one number per worker \(3\), got 2"):
         merged(outer_sgd(merge=merge, weights=(1, 2)), g)
+
+
+@pytest.mark.parametrize("weights", [(2e38, 1e38), (1e-44, 5e-45), (1e308, 5e307)])
+def test_weights_of_any_size_count_by_their_ratio(weights):
+    """Also where a worker is lost beside whose weight they were negligible."""
+    g = np.random.default_rng(8).normal(size=(3, 17))
+    g[0] = np.nan
+    ratio = weights[1] / weights[0]
+    expected = (g[1] + ratio * g[2]) / (1 + ratio)
+    found = merged(outer_sgd(weights=(1.7e308, *weights)), g)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import mostly_slow
+from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 
@@ -196,3 +197,31 @@ def test_a_tree_needs_one_collective_per_dtype():
 def test_a_collective_without_bound_axes_is_refused():
     with pytest.raises(NameError, match="because no axis is bound: .*`lj.Workers"):
         lj.rules.Group("node").mean(jnp.ones(2))
+
+
+def over_rows(axis):
+    """A program of one worker that calls an exchange for two rows of its own."""
+
+    def mean(x):
+        return lj.rules.Group(BOTH).mean(x)
+
+    return jax.vmap(jax.jit(mean), axis_name=axis)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_an_axis_that_a_vmap_inside_a_worker_binds_again_is_refused(devices):
+    """Of as many rows as there are workers along it, in a `jax.jit`."""
+    workers = lj.Workers(2, 2, devices=jax.devices()[:devices])
+    x = workers.put(jnp.arange(8.0).reshape(4, 2))
+    assert workers.map(over_rows("rows"))(x).tolist() == [[3.0, 4.0]] * 4
+    for axis in BOTH:
+        with pytest.raises(ValueError, match=f"axis '{axis}' .* bound again .*axis_name='"):
+            workers.map(over_rows(axis))(x)
+
+
+def test_an_axis_of_workers_without_a_grid_is_not_bound_again():
+    mesh = jax.make_mesh((2,), ("node",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(over_rows("node"), mesh=mesh, out_specs=P(), in_specs=P())
+    for program in (jax.jit(sharded), jax.vmap(over_rows("node"), axis_name="node")):
+        with pytest.raises(ValueError, match="the axis 'node' of the workers is bound"):
+            program(jnp.ones([2, 2]))

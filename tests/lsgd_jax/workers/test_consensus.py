@@ -133,6 +133,37 @@ def test_center_prefers_the_center_of_the_method():
     assert lj.center(params, (other,)).tolist() == [2.0]
 
 
+OTHER_TREES = {
+    "another shape": {"a": (2, 3), "b": (2,)},
+    "fewer dimensions": {"a": (2, 2), "b": (2,)},
+    "more leaves": {"a": (2, 4, 2), "b": (2,), "c": (2,)},
+    "other names": {"mean": (2, 4, 2), "var": (2,)},
+    "below it": {"a": {"mean": (2, 4, 2)}, "b": (2,)},
+    "fewer leaves": {"a": (2, 4, 2)},
+    "an array": (2, 4, 2),
+}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_another_tree_than_the_parameters_has_its_mean(cut):
+    """Such as batch statistics, beside a method that keeps a center of the parameters."""
+    options = {"fragments": 2, "scan_axis": {"a": 0}} if cut else {}
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    x = workers.put({"a": np.ones([2, 4, 2], np.float32), "b": np.ones(2, np.float32)})
+    state = workers.map(lj.easgd(0.5, 2, **options).init)(x)
+    moved = jax.tree.map(lambda x: x + 1, x)
+    assert jax.tree.map(lambda c: c.max(), lj.center(moved, state)) == {"a": 1, "b": 1}
+    for shapes in OTHER_TREES.values():
+        other = jax.tree.map(
+            lambda shape: jnp.stack([jnp.zeros(shape[1:]), jnp.ones(shape[1:])]),
+            shapes,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
+        found = lj.center(other, state)
+        expected = jax.tree.map(lambda x: np.full(x.shape[1:], 0.5), other)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_swapped_arguments_and_calls_inside_of_map_are_refused():
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     x = workers.put(np.ones((2, 3), np.float32))

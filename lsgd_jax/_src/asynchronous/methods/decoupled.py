@@ -326,9 +326,12 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         nothing = Snapshot(combined(np.zeros_like, outer.anchor), 0.0)
         rows = [given.get(i, nothing) for i in range(self.transport.position.workers)]
         deltas = combined(lambda *x: np.stack(x), *(row.params for row in rows))
-        weights = np.array([row.measure for row in rows], np.float32)
+        weights = np.array([row.measure for row in rows], np.float64)
+        # Divided by the largest first, because the sum may overflow.
+        weights /= weights.max()
+        shares = (weights / weights.sum()).astype(np.float32)
         with on_cpu(self.worker.sharding):
-            delta = merged(deltas, weights / weights.sum(), method.merge, method.averaged)
+            delta = merged(deltas, shares, method.merge, method.averaged)
         return self.moved(outer, delta, self.turn)
 
     def take_over(self, state: Any) -> None:
