@@ -1,5 +1,6 @@
 """Arithmetic on whole pytrees, in float32 or wider."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,15 +18,16 @@ Tree = Any  # a pytree of arrays
 HEADROOM = 256  # see `has_headroom`
 
 
+def wide(dtype: Any) -> Any:
+    """The type of float32 or wider in which leaves of this dtype are summed."""
+    # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+    return dtype if is_wide else jnp.dtype(jnp.float32)
+
+
 def widened(tree: Tree) -> Tree:
-    """The tree in float32 or wider, the type in which sums are computed."""
-
-    def leaf(x: Array) -> Array:
-        # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
-        is_wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
-        return x.astype(x.dtype if is_wide else jnp.float32)
-
-    return jax.tree.map(leaf, tree)
+    """The tree in the type in which sums are computed, float32 or wider."""
+    return jax.tree.map(lambda x: x.astype(wide(x.dtype)), tree)
 
 
 def arrays(tree: Tree) -> Tree:
@@ -70,6 +72,21 @@ def refill(part: Tree, tree: Tree) -> Tree:
     )
 
 
+def structure_of(fn: Callable[[], Tree]) -> Any:
+    """The structure of the tree that fn returns, without computing its leaves.
+
+    `jax.eval_shape` would build the tree of shapes, which a user's node may refuse.
+    """
+    structure: Any = None
+
+    def traced() -> None:
+        nonlocal structure
+        structure = jax.tree.structure(fn())
+
+    jax.eval_shape(traced)
+    return structure
+
+
 def is_same(tree: Tree, other: Tree) -> bool:
     """Whether two trees hold the same array objects, so that nothing was changed."""
     return all(a is b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other)))
@@ -77,8 +94,7 @@ def is_same(tree: Tree, other: Tree) -> bool:
 
 def zeros(tree: Tree) -> Tree:
     """A tree of zeros like the `widened` leaves."""
-    zero = lambda x: lax.full(x.shape, 0, x.dtype)
-    return jax.tree.map(zero, jax.eval_shape(widened, tree))
+    return jax.tree.map(lambda x: lax.full(x.shape, 0, wide(x.dtype)), tree)
 
 
 def plus(x: Tree, u: Tree) -> Tree:

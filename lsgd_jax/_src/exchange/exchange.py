@@ -239,7 +239,7 @@ def naming_the_state(state: Any, init: Callable[[], Any]) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        expected = jax.tree.structure(jax.eval_shape(init))
+        expected = trees.structure_of(init)
         if jax.tree.structure(state) == expected:
             raise
         raise ValueError(

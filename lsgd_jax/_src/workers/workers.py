@@ -313,8 +313,8 @@ class Workers:
 
         check_numbers(tree)
         leaves, treedef = jax.tree.flatten(tree)
-        one = one_worker(tree, leading_axes)
-        each = spread(specs, one, self.inside, self._grid.axes)
+        shapes = one_worker(tree, leading_axes)
+        each = spread(specs, tree, self.inside, self._grid.axes, shapes)
         return treedef.unflatten(map(place_leaf, leaves, shared_flags(tree), each))
 
 

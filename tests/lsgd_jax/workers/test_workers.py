@@ -182,6 +182,42 @@ def test_a_function_may_keep_what_its_first_trace_has_made(workers):
         np.testing.assert_array_equal(y[-1], np.broadcast_to(np.arange(3.0), shape))
 
 
+@jax.tree_util.register_pytree_node_class
+class LossScale:
+    """Refuses leaves that are no arrays when it is built, as jmp's loss scales do."""
+
+    def __init__(self, scale, count):
+        for x in (scale, count):
+            assert isinstance(x, jax.Array | np.ndarray), f"got a {type(x).__name__}"
+        self.scale, self.count = scale, count
+
+    def tree_flatten(self):
+        return (self.scale, self.count), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+@pytest.mark.parametrize("inside", [None, {"fsdp": 2}])
+def test_a_node_of_the_user_is_built_of_arrays_only(inside):
+    workers = lj.Workers(2, 2, inside=inside)
+
+    def update(state, batch):
+        w, scale = state
+        scale = LossScale(scale.scale * 2, scale.count + 1)
+        return (w - batch, scale), batch.sum()
+
+    train = lj.around(update, lj.lsgd(0.5, 0.5, 1, 2), params=0)
+    start = workers.replicate((jnp.ones(4), LossScale(jnp.ones([]), jnp.int32(0))))
+    state = workers.map(train.init)(workers.put(start, lj.layouts.following(start)))
+    batch = workers.put_owned(np.ones([4, 4], np.float32))
+    state, _ = workers.map(train, donate=0)(state, batch)
+    held = workers.fetch(state.state[1])
+    assert held.scale.tolist() == [2] * 4 and held.count.tolist() == [1] * 4
+    assert lj.consensus(state.state)[1].scale == 2
+
+
 def test_put_owned_takes_the_rows_of_this_process():
     workers = lj.Workers(2, 4)
     assert workers.owned == range(8)
@@ -328,7 +364,7 @@ def test_map_takes_keyword_and_static_arguments(inside):
     np.testing.assert_array_equal(mapped(x, train=True, scale=scale), 20 * np.arange(4.0))
     np.testing.assert_array_equal(mapped(x, True, scale=scale), 20 * np.arange(4.0))
     assert set(traced[compiled:]) <= {True}
-    with pytest.raises(ValueError, match="leading axis of 4"):
+    with pytest.raises(ValueError, match="leading axis of 4 .* static=.* a Python value"):
         mapped(x, True, scale=np.float32(1))
 
 
