@@ -328,12 +328,10 @@ def test_a_step_may_have_a_phase_of_its_own():
         return params - (1 if phase == "main" else 0), batch.sum()
 
     workers = lj.Workers(1, 2)
-    train = lj.around(update, lj.local_sgd(2), params=())
+    train = lj.around(update, lj.local_sgd(2), params=(), result=0)
     state = workers.map(train.init)(workers.put(np.arange(2.0, dtype=np.float32)))
-    step, batch = (
-        workers.map(train, static=("phase", "outer_phase")),
-        workers.put(np.ones(2)),
-    )
+    step = workers.map(train, static=("phase", "outer_phase"))
+    batch = workers.put(np.ones(2))
     state, _ = step(state, batch, phase="main", outer_phase=train.phase(1))
     assert state.state.tolist() == [-1, 0]
     state, _ = step(state, batch, phase="warm-up", outer_phase=train.phase(2))

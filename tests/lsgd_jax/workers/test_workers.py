@@ -155,13 +155,34 @@ def test_replicate_and_random_keys(workers):
     keys = workers.put(jax.random.split(jax.random.key(0), W))
     drawn = workers.map(lambda key: jax.random.normal(key, ()))(keys)
     assert len(set(drawn.tolist())) == W
-    assert workers.replicate(jax.random.key(1)).shape == (W,)
+    same = workers.replicate(jax.random.key(1), keys="copy")
+    assert same.shape == (W,) and len(set(map(str, jax.random.key_data(same)))) == 1
     traces = []
     pass_on = workers.map(lambda key, shared: (traces.append(key) or key, shared))
     both = keys, workers.share(jax.random.key(2))
     for _ in range(3):
         both = pass_on(*both)
     assert len(traces) == 1
+
+
+def test_replicated_keys_are_split_or_a_warning_names_them(workers):
+    W, key = workers.num_workers, jax.random.key(3)
+    two = jax.random.split(jax.random.key(4, impl="rbg"))
+    state = {"rng": (key, two), "shared": lj.Shared(key), "w": jnp.ones(2)}
+    own = workers.replicate(state, keys="split")
+    assert (own["rng"][0] == workers.put(jax.random.split(key, W))).all()
+    assert own["rng"][1].shape == (W, 2) and own["w"].shape == (W, 2)
+    for i in range(2):
+        assert (own["rng"][1][:, i] == jax.random.split(two[i], W)).all()
+    assert bool(own["shared"].value == key)
+    with pytest.warns(UserWarning, match=r"same random key at \['rng'\]\[0\], "):
+        copies = workers.replicate(state)
+    assert (copies["rng"][0] == key).all()
+    with pytest.raises(ValueError, match="`keys` must be one of .* got keys='fold'"):
+        workers.replicate(state, keys="fold")
+    # One worker has nobody to share its key with, and a shared key is meant to be one.
+    lj.Workers(1, 1, devices=jax.devices()[:1]).replicate(key)
+    workers.replicate({"shared": lj.Shared(key)})
 
 
 def test_a_function_may_keep_what_its_first_trace_has_made(workers):
