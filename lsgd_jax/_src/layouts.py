@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from lsgd_jax._src.complex_leaves import without_parts
 from lsgd_jax._src.shared import during, one_worker, shared_flags
 
 
@@ -443,7 +444,7 @@ def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:
 
 def keys(path: Any) -> tuple[str, ...]:
     """The keys of a path as plain strings: both .w and ['w'] become 'w'."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in without_parts(path))
 
 
 def children(tree: Tree) -> list[tuple[str, Tree]]:

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 from jax.typing import ArrayLike
 
+from lsgd_jax._src.complex_leaves import is_complex, is_pair, joined, pair
 from lsgd_jax._src.explicit import as_automatic, with_automatic_axes
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
 
@@ -58,18 +59,27 @@ def is_float(x: Any) -> bool:
 def floats(tree: Tree, like: Tree | None = None) -> Tree:
     """The tree with an empty node in place of every leaf that does not hold floats.
 
+    A pair of floats stands in place of a complex leaf.
+
     like: the tree whose leaves decide. Defaults to the tree itself.
     """
-    keep = lambda x, decides: x if is_float(decides) else optax.MaskedNode()
+
+    def keep(x: Any, decides: Any) -> Any:
+        if is_complex(decides):
+            return pair(x)
+        return x if is_float(decides) else optax.MaskedNode()
+
     return jax.tree.map(keep, tree, tree if like is None else like)
 
 
 def refill(part: Tree, tree: Tree) -> Tree:
-    """Fills the empty nodes of `part` with the leaves of `tree`."""
+    """Fills the empty nodes of `part` with the leaves of `tree`, and joins pairs."""
     masked = lambda node: isinstance(node, optax.MaskedNode)
-    return jax.tree.map(
-        lambda mine, other: other if masked(mine) else mine, part, tree, is_leaf=masked
-    )
+
+    def fill(mine: Any, other: Any) -> Any:
+        return other if masked(mine) else joined(mine)
+
+    return jax.tree.map(fill, part, tree, is_leaf=lambda x: masked(x) or is_pair(x))
 
 
 def structure_of(fn: Callable[[], Tree]) -> Any:
@@ -155,8 +165,7 @@ def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
     """x where `tested` is finite, the scalar `other` elsewhere, in the dtype of x."""
     if not jnp.issubdtype(tested.dtype, jnp.inexact):
         return x
-    is_complex = jnp.issubdtype(tested.dtype, jnp.complexfloating)
-    is_finite = jnp.isfinite(tested) if is_complex else lax.is_finite(tested)
+    is_finite = jnp.isfinite(tested) if is_complex(tested) else lax.is_finite(tested)
     return lax.select(is_finite, x, lax.full(x.shape, other, x.dtype))
 
 
@@ -193,6 +202,8 @@ def _updated(x: Array, u: Array) -> Array:
     """x + u in the dtype of x, or u where x is not finite."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or u.dtype == jax.dtypes.float0:
         return x  # keys have no sum, and `jax.grad` gives integers no gradient
+    if is_complex(x):
+        return joined(jax.tree.map(_updated, pair(x), pair(u)))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return (x + finite_part(u).astype(x.dtype)).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x):

@@ -8,11 +8,13 @@ puts them back.
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
+import optax
 
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer, OuterState, outer
@@ -74,7 +76,9 @@ class Around:
 
     def init(self, state: Tree) -> AroundState:
         """Returns the state before the first step, from the program's own state."""
-        each = [level._own.init(level._params(state)) for level in self._levels]
+        params = [level._params(state) for level in self._levels]
+        _warn_of_a_second_iterate(state, params)
+        each = [level._own.init(own) for level, own in zip(self._levels, params)]
         return AroundState(state, self._joined(each))
 
     def phase(self, step: int, sizes: Sizes | None = None) -> Any:
@@ -343,6 +347,20 @@ def _positions(tree: Tree, path: tuple[Key, ...]) -> list[int]:
 
 
 # Signatures and messages
+
+
+def _warn_of_a_second_iterate(state: Tree, params: list[Tree]) -> None:
+    """Warns if the iterate z of schedule-free is not exchanged with the parameters."""
+    is_ours = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+    exchanged = set(map(id, jax.tree.leaves(params)))
+    for node in filter(is_ours, jax.tree.leaves(state, is_leaf=is_ours)):
+        if not all(id(z) in exchanged for z in jax.tree.leaves(node.z)):
+            warnings.warn(
+                "the state has `z` of optax.contrib.schedule_free, which drifts apart "
+                "between workers unless it is exchanged with the parameters: name both "
+                "places, such as params=['params', ('opt_state', 'z')]",
+                stacklevel=3,
+            )
 
 
 def _with_phase(step: Callable[..., Any]) -> tuple[str, inspect.Signature]:

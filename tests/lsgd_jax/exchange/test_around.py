@@ -321,6 +321,27 @@ def test_nested_methods_have_their_own_parameters_and_periods(by_phase):
         train(alone, GOALS[0])
 
 
+def test_the_second_iterate_of_schedule_free_is_exchanged_or_a_warning_names_it():
+    base = optax.contrib.schedule_free_sgd(0.1)
+
+    def update(state, goal):
+        params, opt_state = state
+        updates, opt_state = base.update(params - goal, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), goal.sum()
+
+    workers, w = lj.Workers(1, 2), jnp.ones(3)
+    start, both = workers.replicate((w, base.init(w))), [0, (1, "z")]
+    train = lj.around(update, lj.local_sgd(2), params=both)
+    state, step = workers.map(train.init)(start), workers.map(train)
+    for goal in GOALS[:2, :2]:
+        state, _ = step(state, workers.put(goal))
+    lj.checks.check_workers_agree(state.state)
+    with pytest.warns(
+        UserWarning, match="`z` of optax.contrib.schedule_free, which drifts"
+    ):
+        workers.map(lj.around(update, lj.local_sgd(2), params=0).init)(start)
+
+
 def test_a_step_may_have_a_phase_of_its_own():
     """As curricula have; the method's is then called `outer_phase`."""
 

@@ -85,8 +85,8 @@ def test_trees_without_floats_and_empty_leaves_pass_unchanged():
         jax.tree.map(np.testing.assert_array_equal, x, params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
-def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
+def test_leaves_that_cannot_be_summed_must_be_excluded():
+    dtype = jnp.float8_e4m3fn
     workers, x = lj.Workers(1, 2), {"w": jnp.ones((2, 3)), "z": jnp.ones((2, 3), dtype)}
     with pytest.raises(ValueError, match=r"must be of float16, .* got .* at \['z'\]"):
         exchanged(lj.local_sgd(2), workers, x)
