@@ -336,9 +336,7 @@ def test_the_second_iterate_of_schedule_free_is_exchanged_or_a_warning_names_it(
     for goal in GOALS[:2, :2]:
         state, _ = step(state, workers.put(goal))
     lj.checks.check_workers_agree(state.state)
-    with pytest.warns(
-        UserWarning, match="`z` of optax.contrib.schedule_free, which drifts"
-    ):
+    with pytest.warns(UserWarning, match="`z` of optax.contrib.schedule_free"):
         workers.map(lj.around(update, lj.local_sgd(2), params=0).init)(start)
 
 

@@ -180,7 +180,7 @@ def test_replicated_keys_are_split_or_a_warning_names_them(workers):
     assert (copies["rng"][0] == key).all()
     with pytest.raises(ValueError, match="`keys` must be one of .* got keys='fold'"):
         workers.replicate(state, keys="fold")
-    # One worker has nobody to share its key with, and a shared key is meant to be one.
+    # A lone worker shares its key with no other, and a shared key is meant to be one.
     lj.Workers(1, 1, devices=jax.devices()[:1]).replicate(key)
     workers.replicate({"shared": lj.Shared(key)})
 
