@@ -45,8 +45,7 @@ def update(state, batch):
 
 def with_workers(method, state, batches):
     workers, step = lj.Workers(nodes=2, locals=2), lj.around(update, method)  # new
-    rngs = workers.put(jax.random.split(state.rng, 4))  # new: a key for each worker
-    state = workers.map(step.init)(workers.replicate(state)._replace(rng=rngs))  # new
+    state = workers.map(step.init)(workers.replicate(state, keys="split"))  # new
     step = workers.map(step, donate=0)  # new, in place of jax.jit
     for x, y, _ in batches:
         state, metrics = step(state, workers.put((x, y)))  # new: put

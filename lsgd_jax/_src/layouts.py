@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from lsgd_jax._src.complex_leaves import without_parts
 from lsgd_jax._src.shared import during, one_worker, shared_flags
 
 
@@ -36,23 +37,29 @@ Specs = Any  # a prefix tree of specs or of `NamedSharding`s, or (path, leaf) ->
 
 
 def spread(
-    specs: Specs, tree: Tree, sizes: Mapping[str, int], workers: Sequence[str] = ()
+    specs: Specs,
+    tree: Tree,
+    sizes: Mapping[str, int],
+    workers: Sequence[str] = (),
+    shapes: Sequence[Any] | None = None,
 ) -> list[Spec]:
     """Returns one spec for every leaf of one worker's tree.
 
     Args:
       specs: a prefix tree of `PartitionSpec`s or `NamedSharding`s, or a function of a
         leaf's path ('a/b') and the leaf. None: nothing is sharded.
-      tree: of `jax.ShapeDtypeStruct`.
+      tree: the worker's tree, or that of all workers if `shapes` are given.
       sizes: the axes inside a worker and their sizes.
       workers: the axes of the workers, over which a `NamedSharding` may shard, too; they
         are dropped.
+      shapes: the `jax.ShapeDtypeStruct`s of one worker's leaves. Defaults to the leaves of
+        the tree.
 
     Raises:
       ValueError: a spec that names another axis, is longer than the shape of its leaf, or
         does not divide it; specs that are no prefix of the tree.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = _with_paths(tree, shapes)
     if callable(specs):
         name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
         each = [specs(name(path), leaf) for path, leaf in leaves]
@@ -88,16 +95,65 @@ def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     return Spec(*(part if len(part) > 1 else part[0] if part else None for part in left))
 
 
+def _with_paths(tree: Tree, shapes: Sequence[Any] | None) -> list[tuple[Any, Any]]:
+    """(path, leaf) of each leaf, with the shapes in place of the tree's own leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if shapes is None:
+        return leaves
+    return [(path, shape) for (path, _), shape in zip(leaves, shapes)]
+
+
 def _broadcast(specs: Specs, tree: Tree) -> list[Spec]:
-    is_spec = lambda x: isinstance(x, Spec | NamedSharding)
+    """The spec of each leaf of the tree, of which `specs` is a prefix."""
     # The tree has nodes that are None, too, such as the axes of a `Shared`.
-    to_spec = lambda spec: Spec() if spec is None else spec
-    specs = jax.tree.map(to_spec, specs, is_leaf=lambda x: x is None or is_spec(x))
+    is_spec = lambda x: x is None or isinstance(x, Spec | NamedSharding)
+    each, prefix = jax.tree.flatten(specs, is_leaf=is_spec)
     try:
-        each = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+        below = prefix.flatten_up_to(tree)
     except ValueError as error:
-        raise ValueError(f"`specs` must be a prefix of the tree: {error}") from error
-    return jax.tree.leaves(each, is_leaf=is_spec)
+        raise ValueError(
+            f"`specs` must be a prefix of the tree, {_mismatch(specs, tree, is_spec)}"
+        ) from error
+    broadcast = []
+    for spec, subtree in zip(each, below):
+        own = Spec() if spec is None else spec
+        broadcast += [own] * len(jax.tree.leaves(subtree))
+    return broadcast
+
+
+def _mismatch(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> str:
+    """Where specs that are no prefix of a tree begin to differ from it, for a message."""
+    path: list[str] = []
+    while True:
+        where = f"at {'/'.join(path)!r}" if path else "at the top"
+        kinds = [type(node).__name__ for node in (tree, specs)]
+        if type(specs) is not type(tree):
+            return f"which has a {kinds[0]} {where}, got a {kinds[1]}"
+        own, given = dict(children(tree)), dict(children(specs))
+        if own.keys() != given.keys():
+            return f"which has {_listed(own)} {where}, got {_listed(given)}"
+        differ = [x for x in own if not _is_prefix(given[x], own[x], is_spec)]
+        if not differ:
+            return (
+                f"but the {kinds[0]} {where} has other functions or constants in its "
+                "fields: make `specs` from this tree, by `jax.tree.map` or `replace`, or "
+                "pass a function (path, leaf) -> PartitionSpec"
+            )
+        path.append(differ[0])
+        specs, tree = given[differ[0]], own[differ[0]]
+
+
+def _is_prefix(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> bool:
+    """Whether the specs are a prefix of the tree."""
+    try:
+        jax.tree.structure(specs, is_leaf=is_spec).flatten_up_to(tree)
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
 
 
 def largest_dimension(
@@ -157,7 +213,7 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
         over(Spec(*x.sharding.spec[n:]), x.sharding.mesh.shape)
         for x, n in zip(jax.tree.leaves(placed), rows)
     ]
-    layouts = Layouts((one_worker(placed),), own)
+    layouts = Layouts((placed,), own, one_worker(placed))
     return lambda path, leaf: layouts.spec(tuple(path.split("/")), leaf.shape) or Spec()
 
 
@@ -171,8 +227,10 @@ class Layouts:
     name, so the shape alone decides.
 
     Args:
-      args: the arguments of a function of one worker.
+      args: the arguments of a function of one worker, or, if `shapes` are given, those of
+        the function of all workers.
       specs: the spec of each leaf, or None if it is not known.
+      shapes: the leaves of one worker, anything with a shape. Defaults to those of `args`.
 
     >>> args = ({"dense": {"kernel": np.zeros((8, 2))}},)
     >>> layouts = Layouts(args, [Spec("fsdp")])
@@ -182,9 +240,14 @@ class Layouts:
     True
     """
 
-    def __init__(self, args: Tree, specs: Iterable[Spec | None]):
+    def __init__(
+        self,
+        args: Tree,
+        specs: Iterable[Spec | None],
+        shapes: Sequence[Any] | None = None,
+    ):
         self._by_shape: dict[tuple[int, ...], list[tuple[tuple[str, ...], Spec]]] = {}
-        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(args), specs):
+        for (path, leaf), spec in zip(_with_paths(args, shapes), specs):
             if spec is not None:
                 same = self._by_shape.setdefault(np.shape(leaf), [])
                 same.append((keys(path), spec))
@@ -245,6 +308,14 @@ TYPED: _Variable = contextvars.ContextVar("typed", default=None)
 def known(layouts: Layouts | None) -> contextlib.AbstractContextManager:
     """Makes the layouts known to everything that is traced in the `with` block."""
     return during(_KNOWN, layouts)
+
+
+def of_known(tree: Tree) -> list[Spec | None]:
+    """The spec of every leaf, None where it is not known."""
+    layouts = _KNOWN.get()
+    if layouts is None:
+        return [None] * len(jax.tree.leaves(tree))
+    return layouts.of_leaves(tree)
 
 
 def on_one_device() -> contextlib.AbstractContextManager:
@@ -373,7 +444,17 @@ def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:
 
 def keys(path: Any) -> tuple[str, ...]:
     """The keys of a path as plain strings: both .w and ['w'] become 'w'."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in without_parts(path))
+
+
+def children(tree: Tree) -> list[tuple[str, Tree]]:
+    """The names and values of the nodes below the top of a tree; none for a leaf.
+
+    >>> children({"a": (1, 2), "b": 3})
+    [('a', (1, 2)), ('b', 3)]
+    """
+    below = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is not tree)
+    return [(keys(path)[0], child) for path, child in below if path]
 
 
 def _common_end(a: tuple[str, ...], b: tuple[str, ...]) -> int:

@@ -18,6 +18,8 @@ Axes = str | tuple[str, ...]
 # The scope, in a compiled program, of messages that are sent only if workers differ.
 REPAIR = "lsgd_repair"
 
+STATIC = "`map(fn, static=...)` names an argument that is a Python value"
+
 HOST = jax.memory.Space.Host
 WORKER_AXES = ("node", "local")
 
@@ -117,8 +119,10 @@ def shared_flags(tree: Tree) -> list[bool]:
     return [shared for shared, size in sizes for _ in range(size)]
 
 
-def one_worker(tree: Tree, leading_axes: int = 1) -> Tree:
-    """One worker's part of a tree, as a tree of shapes, dtypes and memories.
+def one_worker(tree: Tree, leading_axes: int = 1) -> list[Any]:
+    """Returns the leaves of one worker's part of a tree, as shapes, dtypes and memories.
+
+    They stay a list, because a user's node may refuse leaves that are no arrays.
 
     leading_axes: how many axes are dropped from leaves that are not shared.
     """
@@ -132,8 +136,7 @@ def one_worker(tree: Tree, leading_axes: int = 1) -> Tree:
             return jax.core.ShapedArray(shape, dtype, weak, memory_space=HOST)
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
 
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(one, leaves, shared_flags(tree)))
+    return list(map(one, jax.tree.leaves(tree), shared_flags(tree)))
 
 
 def check_numbers(tree: Tree) -> None:
@@ -149,7 +152,7 @@ def check_numbers(tree: Tree) -> None:
             raise ValueError(
                 f"every leaf must be an array or a number, got {leaf!r} at "
                 f"{jax.tree_util.keystr(path) or 'the top'}; of an Equinox module pass "
-                "`eqx.filter(module, eqx.is_array)`"
+                f"`eqx.filter(module, eqx.is_array)`; {STATIC}"
             )
 
 
@@ -159,11 +162,12 @@ def check_rows(tree: Tree, rows: int, whose: str) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), shared in zip(leaves, shared_flags(tree)):
         if not shared and np.shape(leaf)[:1] != (rows,):
+            static = "" if np.ndim(leaf) else f"; {STATIC}"
             raise ValueError(
                 f"every leaf must have a leading axis of {rows} ({whose}), got "
                 f"shape {np.shape(leaf)} at {jax.tree_util.keystr(path) or 'the top'}"
                 "; `replicate` gives every worker a copy of one tree, `share` marks "
-                f"a tree without such an axis{_in_rows(np.shape(leaf), rows)}"
+                f"a tree without such an axis{static}{_in_rows(np.shape(leaf), rows)}"
             )
 
 

@@ -1,5 +1,6 @@
 """Arithmetic on whole pytrees, in float32 or wider."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 from jax.typing import ArrayLike
 
+from lsgd_jax._src.complex_leaves import is_complex, is_pair, joined, pair
 from lsgd_jax._src.explicit import as_automatic, with_automatic_axes
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
 
@@ -17,15 +19,16 @@ Tree = Any  # a pytree of arrays
 HEADROOM = 256  # see `has_headroom`
 
 
+def wide(dtype: Any) -> Any:
+    """The type of float32 or wider in which leaves of this dtype are summed."""
+    # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+    return dtype if is_wide else jnp.dtype(jnp.float32)
+
+
 def widened(tree: Tree) -> Tree:
-    """The tree in float32 or wider, the type in which sums are computed."""
-
-    def leaf(x: Array) -> Array:
-        # `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16.
-        is_wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
-        return x.astype(x.dtype if is_wide else jnp.float32)
-
-    return jax.tree.map(leaf, tree)
+    """The tree in the type in which sums are computed, float32 or wider."""
+    return jax.tree.map(lambda x: x.astype(wide(x.dtype)), tree)
 
 
 def arrays(tree: Tree) -> Tree:
@@ -56,18 +59,42 @@ def is_float(x: Any) -> bool:
 def floats(tree: Tree, like: Tree | None = None) -> Tree:
     """The tree with an empty node in place of every leaf that does not hold floats.
 
+    A pair of floats stands in place of a complex leaf.
+
     like: the tree whose leaves decide. Defaults to the tree itself.
     """
-    keep = lambda x, decides: x if is_float(decides) else optax.MaskedNode()
+
+    def keep(x: Any, decides: Any) -> Any:
+        if is_complex(decides):
+            return pair(x)
+        return x if is_float(decides) else optax.MaskedNode()
+
     return jax.tree.map(keep, tree, tree if like is None else like)
 
 
 def refill(part: Tree, tree: Tree) -> Tree:
-    """Fills the empty nodes of `part` with the leaves of `tree`."""
+    """Fills the empty nodes of `part` with the leaves of `tree`, and joins pairs."""
     masked = lambda node: isinstance(node, optax.MaskedNode)
-    return jax.tree.map(
-        lambda mine, other: other if masked(mine) else mine, part, tree, is_leaf=masked
-    )
+
+    def fill(mine: Any, other: Any) -> Any:
+        return other if masked(mine) else joined(mine)
+
+    return jax.tree.map(fill, part, tree, is_leaf=lambda x: masked(x) or is_pair(x))
+
+
+def structure_of(fn: Callable[[], Tree]) -> Any:
+    """The structure of the tree that fn returns, without computing its leaves.
+
+    `jax.eval_shape` would build the tree of shapes, which a user's node may refuse.
+    """
+    structure: Any = None
+
+    def traced() -> None:
+        nonlocal structure
+        structure = jax.tree.structure(fn())
+
+    jax.eval_shape(traced)
+    return structure
 
 
 def is_same(tree: Tree, other: Tree) -> bool:
@@ -77,8 +104,7 @@ def is_same(tree: Tree, other: Tree) -> bool:
 
 def zeros(tree: Tree) -> Tree:
     """A tree of zeros like the `widened` leaves."""
-    zero = lambda x: lax.full(x.shape, 0, x.dtype)
-    return jax.tree.map(zero, jax.eval_shape(widened, tree))
+    return jax.tree.map(lambda x: lax.full(x.shape, 0, wide(x.dtype)), tree)
 
 
 def plus(x: Tree, u: Tree) -> Tree:
@@ -139,8 +165,7 @@ def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
     """x where `tested` is finite, the scalar `other` elsewhere, in the dtype of x."""
     if not jnp.issubdtype(tested.dtype, jnp.inexact):
         return x
-    is_complex = jnp.issubdtype(tested.dtype, jnp.complexfloating)
-    is_finite = jnp.isfinite(tested) if is_complex else lax.is_finite(tested)
+    is_finite = jnp.isfinite(tested) if is_complex(tested) else lax.is_finite(tested)
     return lax.select(is_finite, x, lax.full(x.shape, other, x.dtype))
 
 
@@ -177,6 +202,8 @@ def _updated(x: Array, u: Array) -> Array:
     """x + u in the dtype of x, or u where x is not finite."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or u.dtype == jax.dtypes.float0:
         return x  # keys have no sum, and `jax.grad` gives integers no gradient
+    if is_complex(x):
+        return joined(jax.tree.map(_updated, pair(x), pair(u)))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return (x + finite_part(u).astype(x.dtype)).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x):

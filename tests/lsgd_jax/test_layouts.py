@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from harness import in_turn, mostly_slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -214,7 +215,8 @@ def test_specs_may_be_a_prefix_a_tree_or_a_function():
         (P("node"), r"leaf \['w'\].*axes inside the worker.*: node of"),
         (P(None, None, "fsdp"), "rank at least 3"),
         (P("fsdp"), "partitioned 4 times, but the dimension size is 6"),
-        ({"v": P("fsdp")}, "must be a prefix of the tree"),
+        ({"v": P("fsdp")}, "prefix of the tree, which has 'w' at the top, got 'v'$"),
+        ({"w": [P()]}, "which has a ndarray at 'w', got a list$"),
         (lambda path, leaf: "fsdp", "must be a PartitionSpec .*got 'fsdp'"),
     ],
 )
@@ -222,6 +224,17 @@ def test_specs_that_do_not_fit_are_refused(specs, problem):
     workers = lj.Workers(2, 1, inside={"fsdp": 4})
     with pytest.raises(ValueError, match=problem):
         workers.put({"w": np.zeros([2, 6, 8])}, specs)
+
+
+def test_specs_with_another_function_in_a_field_are_told_so_in_one_line():
+    """As of a `TrainState` that was made once more, with an `apply_fn` of its own."""
+    make = lambda: TrainState.create(
+        apply_fn=lambda x: x, params={"w": jnp.ones(4)}, tx=optax.sgd(0.1)
+    )
+    specs = {"model": jax.tree.map(lambda _: P(), make())}
+    with pytest.raises(ValueError, match="but the TrainState at 'model' has other ") as got:
+        lj.Workers(2, inside={"fsdp": 4}).replicate({"model": make()}, specs)
+    assert len(str(got.value)) < 300
 
 
 def test_a_shard_map_of_the_user_may_have_automatic_axes():

@@ -16,6 +16,7 @@ from harness import (
     exchanges,
     mostly_slow,
     run_of,
+    train,
     unguarded,
 )
 from jax.sharding import PartitionSpec as P
@@ -56,6 +57,36 @@ BAD = 1
 
 def rows(tree, keep):
     return jax.tree.map(lambda x: np.asarray(x)[keep], tree)
+
+
+# A pull that tells x from y, a coded one and a robust aggregate.
+COMPLEX = "easgd_combine diloco+int4 robust+krum".split()
+
+
+@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=COMPLEX))
+def test_a_complex_leaf_is_exchanged_as_its_two_parts(name):
+    """Bit-identically, also where only one part of a worker's number is not finite."""
+    draw = np.random.default_rng(0).normal
+    tx = METHODS[name].chain(8, optax.identity())
+    parts = lambda: {
+        "w": draw(size=(8, 3, 2)).astype(np.float32),
+        "z": draw(size=(2, 8, 3, 2)).astype(np.float32),
+    }
+    start, gradients = parts(), [parts() for _ in range(5)]
+    gradients[2]["z"][1, BAD, 0, 0] = np.nan
+    split = lambda tree: {"w": tree["w"], "z": tuple(tree["z"])}
+    whole = lambda tree: {"w": tree["w"], "z": jax.lax.complex(*tree["z"])}
+    workers, ends = lj.Workers(4, 2), []
+    for form in (split, whole):
+        seen, state = train(tx, workers, form(start), list(map(form, gradients)))
+        center = lj.center(workers.put(seen[-1]), state)
+        ends.append((seen[-1]["w"], seen[-1]["z"], center["z"]))
+    (w, *parts), (same_w, *numbers) = ends
+    np.testing.assert_array_equal(w, same_w)
+    for (real, imag), z in zip(parts, numbers):
+        assert z.dtype == np.complex64
+        np.testing.assert_array_equal(np.real(z), real)
+        np.testing.assert_array_equal(np.imag(z), imag)
 
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True)

@@ -53,8 +53,9 @@ def shapes_of(
     names = (across,) if isinstance(across, str) else tuple(across)
     stacked = 1 if names else 0
     inside = {name: size for name, size in mesh.shape.items() if name not in names}
+    tree = structure.unflatten(leaves)
     one = [jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype) for x in leaves]
-    each = spread(specs, structure.unflatten(one), inside, names)
+    each = spread(specs, tree, inside, names, one)
     first = (across,) if names else ()
 
     def laid_out(x: Any, spec: Spec) -> jax.ShapeDtypeStruct:
@@ -111,5 +112,5 @@ def placed(workers: Workers, tree: Tree, specs: Any) -> Tree:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     leaves, structure = jax.tree.flatten(tree)
-    each = spread(specs, one_worker(tree), workers.inside, grid.axes)
+    each = spread(specs, tree, workers.inside, grid.axes, one_worker(tree))
     return structure.unflatten(map(shape, leaves, shared_flags(tree), each))

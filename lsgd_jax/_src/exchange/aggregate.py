@@ -10,6 +10,7 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_axes, check_step_count
+from lsgd_jax._src.complex_leaves import in_pairs, joined
 from lsgd_jax._src.exchange.branch import cond, unbatched
 from lsgd_jax._src.exchange.noted import note
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
@@ -85,6 +86,7 @@ def aggregate(
     check_axes(axes)
 
     def init(params: Tree) -> Any:
+        params = in_pairs(trees.arrays(params))
         return AggregateState(
             count=Shared(jnp.zeros([], jnp.int32)),
             restored=jnp.zeros([], jnp.int32),
@@ -99,6 +101,8 @@ def aggregate(
         count = state.count.value
         check_step_count(count)
         note([axes], updates)
+        updates = in_pairs(trees.arrays(updates))
+        params = None if params is None else in_pairs(trees.arrays(params))
 
         def communicate(g, own, traffic):
             group = Group(axes)
@@ -122,7 +126,7 @@ def aggregate(
             after = sample_after(params, g)
             # An aggregate that moves nothing gives no information.
             expected = jnp.where(misplaced(after, params) == 1, after, jnp.inf)
-        return g, AggregateState(
+        return joined(g), AggregateState(
             count=Shared(jnp.asarray(optax.safe_increment(count))),
             restored=state.restored + excluded.astype(jnp.int32),
             misplaced=state.misplaced + last,

@@ -7,21 +7,25 @@ puts them back.
 
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
+import optax
 
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer, OuterState, outer
-from lsgd_jax._src.exchange.phases import Phase
-from lsgd_jax._src.layouts import Specs, keys
+from lsgd_jax._src.exchange.phases import Phase, Sizes
+from lsgd_jax._src.layouts import Specs, children
 from lsgd_jax._src.trees import Tree
 
 
 Key = str | int
 Path = Key | tuple[Key, ...]
+Places = Path | list[Path]
 Lens = tuple[Callable[[Tree], Tree], Callable[[Tree, Tree], Tree]]
 
 
@@ -30,64 +34,112 @@ class AroundState(NamedTuple):
 
     Attributes:
       state: the program's own state, as its step takes and returns it.
-      outer: the method's state.
+      outer: the method's state; of nested `around`s a tuple of all, the inner ones first.
     """
 
     state: Tree
-    outer: OuterState
+    outer: OuterState | tuple[OuterState, ...]
 
 
 class Around:
     """A training step with a method around it; `around` returns it.
 
     Attributes:
-      outer: the method; ``outer.phase(t)`` is the phase of step t.
+      outer: the method; ``outer.phase(t)`` is the phase of step t. Of nested `around`s a
+        tuple of all methods, the inner ones first.
     """
 
-    outer: Outer
+    outer: Outer | tuple[Outer, ...]
 
     def __init__(
         self,
         step: Callable[..., Any],
         method: Exchange,
-        params: Path | Lens,
+        params: Places | Lens,
         loss: Path | Callable[[Any], Any] | None,
         result: Path | None,
         specs: Specs,
     ):
         functools.update_wrapper(self, step)
-        # `Workers.map(static='phase')` and `jax.jit` look the argument up in the signature.
-        self.__signature__ = _with_phase(step)
-        self.outer = outer(method, specs=specs)
-        self._step, self._loss, self._result = step, loss, result
         self._params, self._with_params = _lens(params)
+        self._own = outer(method, specs=specs)
+        self._loss = loss
+        self._result = result
+        # The methods around one step, the inner ones first.
+        inner = step._levels if isinstance(step, Around) else ()
+        self._levels: tuple[Around, ...] = (*inner, self)
+        methods = tuple(level._own for level in self._levels)
+        self.outer = methods if inner else self._own
+        self._step = step._step if isinstance(step, Around) else step
+        # `Workers.map(static='phase')` and `jax.jit` look the argument up in the signature.
+        self._phase_name, self.__signature__ = _with_phase(self._step)
 
     def init(self, state: Tree) -> AroundState:
         """Returns the state before the first step, from the program's own state."""
-        return AroundState(state, self.outer.init(self._params(state)))
+        params = [level._params(state) for level in self._levels]
+        _warn_of_a_second_iterate(state, params)
+        each = [level._own.init(own) for level, own in zip(self._levels, params)]
+        return AroundState(state, self._joined(each))
 
-    def __call__(
-        self, state: AroundState, *args: Any, phase: Phase | None = None, **named: Any
-    ) -> Any:
+    def phase(self, step: int, sizes: Sizes | None = None) -> Any:
+        """Returns the phase of a step, counted from 1, for the argument ``phase=``.
+
+        It is what `Outer.phase` returns; of nested `around`s a tuple, one for each method.
+        """
+        return self._joined([level._own.phase(step, sizes) for level in self._levels])
+
+    def __call__(self, state: AroundState, *args: Any, **named: Any) -> Any:
         """Returns the results of the step, with an `AroundState` in place of its state.
 
         Args:
           state: from `init` or the last call.
           args, named: the other arguments of the step, by position and by name.
-          phase: see `Outer.step`.
+          phase: what `phase(t)` returned, see `Outer.step`. It is called ``outer_phase`` if
+            the step has an argument `phase` of its own.
         """
+        phase = named.pop(self._phase_name, None)
         if not isinstance(state, AroundState):
             raise ValueError(
                 "`state` must be the `AroundState` that `init` made of the program's own "
                 f"state, got {type(state).__name__}"
             )
+        phases = self._each("phase", phase)
+        before = self._each("state", state.outer)
         results = self._step(state.state, *args, **named)
-        place = self._place(results, state.state)
-        after, loss = at(results, place), self._loss_of(results, place)
-        params, own = self.outer.step(
-            self._params(after), state.outer, loss=loss, phase=phase
+        given = [level for level in self._levels if level._result is not None]
+        place = (given or self._levels)[0]._place(results, state.state)
+        after, own = at(results, place), []
+        for level, outer_state, phase in zip(self._levels, before, phases):
+            loss = level._loss_of(results, place)
+            params, outer_state = level._own.step(
+                level._params(after), outer_state, loss=loss, phase=phase
+            )
+            after = level._with_params(after, params)
+            own.append(outer_state)
+        return put(results, place, AroundState(after, self._joined(own)))
+
+    def _joined(self, each: list[Any]) -> Any:
+        """The one of the only method, or a tuple of those of nested ones."""
+        return tuple(each) if self._levels[1:] else each[0]
+
+    def _each(self, name: str, joined: Any) -> Sequence[Any]:
+        """The inverse of `_joined`; None stands for None of each method."""
+        if not self._levels[1:]:
+            return (joined,)
+        if joined is None:
+            return (None,) * len(self._levels)
+        kinds = (Phase, OuterState)  # tuples themselves
+        if not isinstance(joined, tuple) or isinstance(joined, kinds):
+            given = type(joined).__name__
+        elif len(joined) != len(self._levels):
+            given = f"{len(joined)}"
+        else:
+            return joined
+        raise ValueError(
+            f"a step in {len(self._levels)} `around`s has as many methods, and `{name}` "
+            "must be a tuple of one for each, as `phase(t)` and `init` of the step return "
+            f"them, got {given}"
         )
-        return put(results, place, AroundState(self._with_params(after, params), own))
 
     def _place(self, results: Any, state: Tree) -> tuple[Key, ...]:
         """The place of the state in the results: that of the one tree like it."""
@@ -103,7 +155,7 @@ class Around:
                 ) from None
             return place
         # The state may be the only result, or one of several; never deeper.
-        places = [(), *((i,) for i in range(len(_children(results))))]
+        places = [(), *((i,) for i in range(len(children(results))))]
         alike = [place for place in places if _is_like(at(results, place), state)]
         if len(alike) == 1:
             return alike[0]
@@ -120,7 +172,7 @@ class Around:
         if self._loss is None or callable(self._loss):
             return self._loss and self._loss(results)
         path, state = _path(self._loss), at(results, place)
-        others = [x for _, x in _children(results) if place and x is not state]
+        others = [x for _, x in children(results) if place and x is not state]
         # A step that returns (state, loss) says with its shape where the loss is.
         is_lone = len(others) == 1 and getattr(others[0], "shape", None) == ()
         if is_lone and isinstance(self._loss, str):
@@ -141,7 +193,7 @@ def around(
     step: Callable[..., Any],
     method: Exchange,
     *,
-    params: Path | Lens = "params",
+    params: Places | Lens = "params",
     loss: Path | Callable[[Any], Any] | None = "loss",
     result: Path | None = None,
     specs: Specs = None,
@@ -164,10 +216,13 @@ def around(
     Args:
       step: takes the state as its first argument; returns the state, alone or among other
         results. The state is any pytree: a dataclass, a NamedTuple, a tuple, a dict, a
-        Flax `TrainState`.
+        Flax `TrainState`. It may be an `Around`: several methods then have their own
+        parameters and periods (a generator and a discriminator), and the inner ones pull
+        first.
       method: any method that pulls, as for `outer`.
-      params: the place of the parameters in the state, or a pair of functions
-        (state -> params, (state, params) -> state).
+      params: the place of the parameters in the state; a list of places, whose trees are
+        exchanged as one, a list; or a pair of functions (state -> params, (state, params)
+        -> state).
       loss: the place of the loss in the results or in one of them, a function of the
         results, or None if the step returns no loss. If the step returns a scalar and the
         state, the scalar is the loss.
@@ -176,12 +231,13 @@ def around(
       specs: as for `outer`.
 
     Returns:
-      An `Around`: called like the step, also with ``phase=``, with an `AroundState` in
-      place of the program's state, which is its field `state`. ``init(state)`` makes it.
+      An `Around`: called like the step, also with ``phase=`` (``outer_phase=`` if the step
+      has an argument `phase`), with an `AroundState` in place of the program's state, which
+      is its field `state`. ``init(state)`` makes it, and ``phase(t)`` the phase.
 
     Raises:
-      ValueError: what `outer` refuses; while tracing, places that do not exist, and a state
-        or a loss that are not found.
+      ValueError: what `outer` refuses; while tracing, places that do not exist or lie in
+        one another, and a state or a loss that are not found.
 
     >>> import jax, jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -214,8 +270,8 @@ def at(tree: Tree, path: tuple[Key, ...]) -> Tree:
     2
     """
     for key in path:
-        children = _children(tree)
-        tree = children[_index(children, key, tree)][1]
+        below = children(tree)
+        tree = below[_index(below, key, tree)][1]
     return tree
 
 
@@ -227,22 +283,16 @@ def put(tree: Tree, path: tuple[Key, ...], value: Tree) -> Tree:
     """
     if not path:
         return value
-    children = _children(tree)
-    i = _index(children, path[0], tree)
-    inner = [child for _, child in children]
+    below = children(tree)
+    i = _index(below, path[0], tree)
+    inner = [child for _, child in below]
     inner[i] = put(inner[i], path[1:], value)
     return jax.tree.structure(tree, is_leaf=lambda node: node is not tree).unflatten(inner)
 
 
-def _children(tree: Tree) -> list[tuple[str, Tree]]:
-    """The names and values of the nodes below the top of a tree; none for a leaf."""
-    below = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is not tree)
-    return [(keys(path)[0], child) for path, child in below if path]
-
-
-def _index(children: list[tuple[str, Tree]], key: Key, tree: Tree) -> int:
+def _index(below: list[tuple[str, Tree]], key: Key, tree: Tree) -> int:
     """The position of a child, by its name or its position."""
-    names = [name for name, _ in children]
+    names = [name for name, _ in below]
     if str(key) in names:
         return names.index(str(key))
     if isinstance(key, int) and 0 <= key < len(names):
@@ -258,10 +308,12 @@ def _path(place: Path) -> tuple[Key, ...]:
     return place if isinstance(place, tuple) else (place,)
 
 
-def _lens(params: Path | Lens) -> Lens:
+def _lens(params: Places | Lens) -> Lens:
     """The functions that take the parameters out of a state, and put them back."""
     if isinstance(params, tuple) and any(map(callable, params)):
         return cast(Lens, params)
+    if isinstance(params, list):
+        return _lens_of_several(params)
     path = _path(cast(Path, params))
 
     def get(state: Tree) -> Tree:
@@ -286,18 +338,70 @@ def _example(tree: Tree) -> str:
     return "0" if names[0] == "0" else repr(names[0])
 
 
+def _lens_of_several(places: list[Path]) -> Lens:
+    """The same for several places: the parameters are the list of their trees."""
+    if not places or any(map(callable, places)):
+        raise ValueError(
+            "`params` must be a place, a list of at least one place, or a tuple of two "
+            f"functions, got params={places!r}"
+        )
+    paths = list(map(_path, places))
+
+    def get(state: Tree) -> list[Tree]:
+        positions = [_positions(state, path) for path in paths]
+        for (i, one), (j, other) in itertools.permutations(enumerate(positions), 2):
+            if one == other[: len(one)]:
+                raise ValueError(
+                    "the places in `params` must not lie in one another, got "
+                    f"{places[i]!r} and {places[j]!r}"
+                )
+        return [at(state, path) for path in paths]
+
+    def with_params(state: Tree, values: list[Tree]) -> Tree:
+        for path, value in zip(paths, values, strict=True):
+            state = put(state, path, value)
+        return state
+
+    return get, with_params
+
+
+def _positions(tree: Tree, path: tuple[Key, ...]) -> list[int]:
+    """A place by positions alone, so that equal places have one form."""
+    found = []
+    for key in path:
+        below = children(tree)
+        found.append(_index(below, key, tree))
+        tree = below[found[-1]][1]
+    return found
+
+
 # Signatures and messages
 
 
-def _with_phase(step: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the step with ``phase`` as a further argument by name."""
+def _warn_of_a_second_iterate(state: Tree, params: list[Tree]) -> None:
+    """Warns if the iterate z of schedule-free is not exchanged with the parameters."""
+    is_ours = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+    exchanged = set(map(id, jax.tree.leaves(params)))
+    for node in filter(is_ours, jax.tree.leaves(state, is_leaf=is_ours)):
+        if not all(id(z) in exchanged for z in jax.tree.leaves(node.z)):
+            warnings.warn(
+                "the state has `z` of optax.contrib.schedule_free, which drifts apart "
+                "between workers unless it is exchanged with the parameters: name both "
+                "places, such as params=['params', ('opt_state', 'z')]",
+                stacklevel=3,
+            )
+
+
+def _with_phase(step: Callable[..., Any]) -> tuple[str, inspect.Signature]:
+    """The name of the argument for a phase, and the signature of the step with it."""
     signature = inspect.signature(step)
+    name = "outer_phase" if "phase" in signature.parameters else "phase"
     parameters = [*signature.parameters.values()]
-    rest = (
-        [parameters.pop()] if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else []
-    )
-    phase = inspect.Parameter("phase", inspect.Parameter.KEYWORD_ONLY, default=None)
-    return signature.replace(parameters=[*parameters, phase, *rest])
+    rest = []
+    if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        rest = [parameters.pop()]
+    phase = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    return name, signature.replace(parameters=[*parameters, phase, *rest])
 
 
 def _is_like(tree: Tree, state: Tree) -> bool:
@@ -315,7 +419,7 @@ def _first_difference(results: list[Tree], state: Tree) -> str:
     if len(alike) != 1:
         return ""
     tree, path = alike[0], ""
-    while len(below := _children(tree)) == len(before := _children(state)):
+    while len(below := children(tree)) == len(before := children(state)):
         pairs = zip(below, before)
         different = [(x, y) for x, y in pairs if x[0] != y[0] or not _is_like(x[1], y[1])]
         if type(tree) is not type(state) or not different:
@@ -327,10 +431,17 @@ def _first_difference(results: list[Tree], state: Tree) -> str:
 
 def _shown(tree: Tree) -> str:
     """The top of a tree in a message."""
-    children = _children(tree)
+    below = children(tree)
+    if not below:
+        return _named(tree) if hasattr(tree, "dtype") else repr(tree)
+    inner = ", ".join(f"{name}: {_named(child)}" for name, child in below)
+    return f"{type(tree).__name__}({inner})"
+
+
+def _named(tree: Tree) -> str:
+    """A tree inside another one in a message: an array by its shape, a dict by its keys."""
     if hasattr(tree, "dtype"):
         return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"
-    if not children:
-        return repr(tree)
-    inner = ", ".join(f"{name}: {type(child).__name__}" for name, child in children)
-    return f"{type(tree).__name__}({inner})"
+    if isinstance(tree, dict):
+        return f"dict({', '.join(map(str, tree))})"
+    return type(tree).__name__

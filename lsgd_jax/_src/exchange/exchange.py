@@ -12,6 +12,7 @@ import optax
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
+from lsgd_jax._src.complex_leaves import in_pairs
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.noted import note
@@ -106,7 +107,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
     ``optax.apply_updates``, which cannot restore an x that is nan.
 
     Leaves of integers, bools and random keys are never exchanged: their updates pass
-    unchanged.
+    unchanged. A complex leaf is exchanged as two real ones, exactly.
 
     Args:
       *given: pulls, in this order. An exchange (any method that pulls) stands for its
@@ -123,7 +124,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
 
     Raises:
       ValueError: an argument that is no pull or exchange; in `init`, a leaf to exchange
-        that is complex or narrower than 16 bits; in `update`, no parameters, updates of
+        that is narrower than 16 bits; in `update`, no parameters, updates of
         another structure or shape, or the state of another method.
 
     >>> import jax.numpy as jnp
@@ -219,15 +220,16 @@ def _pulls_of(given: Any) -> tuple[Pull, ...]:
 
 
 def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
-    """Raises ValueError for a leaf that is complex or narrower than 16 bits."""
+    """Raises ValueError for a leaf that is narrower than 16 bits."""
+    params = in_pairs(params)
     for pull in pulls:
         part = parts.select(pull.part, params)
         for path, leaf in jax.tree_util.tree_leaves_with_path(part):
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and not trees.is_float(leaf):
                 raise ValueError(
-                    "leaves that are exchanged must be of float16, bfloat16, float32 or "
-                    f"float64, got {leaf.dtype} at {jax.tree_util.keystr(path)}; exclude "
-                    "it with `part=`"
+                    "leaves that are exchanged must be of float16, bfloat16, float32, "
+                    f"float64 or complex, got {leaf.dtype} at "
+                    f"{jax.tree_util.keystr(path)}; exclude it with `part=`"
                 )
 
 
@@ -241,7 +243,7 @@ def naming_the_state(state: Any, init: Callable[[], Any]) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        expected = jax.tree.structure(jax.eval_shape(init))
+        expected = trees.structure_of(init)
         if jax.tree.structure(state) == expected:
             raise
         raise ValueError(

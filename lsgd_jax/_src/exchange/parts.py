@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from lsgd_jax._src.checks import check_period, check_positive_int
+from lsgd_jax._src.complex_leaves import without_parts
 from lsgd_jax._src.trees import Tree
 
 
@@ -322,7 +323,7 @@ def _paths(tree: Tree) -> list[str]:
 
 
 def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.tree_util.keystr(without_parts(path), simple=True, separator="/")
 
 
 def _owners(sizes: list[int], count: int) -> list[int]:

@@ -11,6 +11,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding
 
+from lsgd_jax._src.complex_leaves import in_pairs, joined
 from lsgd_jax._src.exchange.diagnostics import states_of
 from lsgd_jax._src.exchange.memory import to_device
 from lsgd_jax._src.exchange.with_state import WithState
@@ -244,6 +245,11 @@ def center(params: Tree, opt_state: Tree) -> Tree:
         raise ValueError(
             "`center` takes (params, opt_state), got an optimizer's state as `params`"
         )
+    return joined(_center(in_pairs(params), opt_state))
+
+
+def _center(params: Tree, opt_state: Tree) -> Tree:
+    """The center of parameters of which complex leaves are pairs, as in the state."""
     leaves, treedef = jax.tree.flatten(params)
     pieces = _pieces(params, list(_centers(opt_state)))
     if not any(pieces):

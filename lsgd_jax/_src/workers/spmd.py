@@ -105,15 +105,15 @@ def compiled(
         one = one_worker(args)
         if grid.is_explicit:
             leaves = list(map(grid.placed, leaves, flags))
-            one = structure.unflatten(map(grid.typed, jax.tree.leaves(one), leaves, flags))
+            one = list(map(grid.typed, one, leaves, flags))
             shardings = ()
-        found = layouts.Layouts(one, map(grid.spec_of, shardings, flags))
+        found = layouts.Layouts(args, map(grid.spec_of, shardings, flags), one)
+        flat = _OnLeaves(call, structure, grid)
         with layouts.known(found), during(NAMES, grid.names):
-            traced, outputs = _trace(call, one, grid, meetings)
-            nothing = [None] * len(jax.tree.leaves(outputs))
-            specs = nothing if grid.is_explicit else found.of_leaves(outputs)
-            spmd = _spmd(traced, grid, flags, shared_flags(outputs), specs)
-            return jax.tree.unflatten(jax.tree.structure(outputs), spmd(*leaves))
+            traced = _trace(flat, one, uniform.claims(args, grid.sizes), grid, meetings)
+            specs = [None] * len(flat.specs) if grid.is_explicit else flat.specs
+            spmd = _spmd(traced, grid, flags, flat.shared, specs)
+            return flat.results.unflatten(spmd(*leaves))
 
     @functools.lru_cache
     def jitted(shardings: tuple) -> Callable:
@@ -124,9 +124,49 @@ def compiled(
     return jitted(()) if tells else _PerSharding(fn, jitted, static)
 
 
+class _OnLeaves:
+    """A function of one worker, from the leaves of its arguments to those of its results.
+
+    Only traced arrays pass through the user's own nodes, which may refuse anything else.
+
+    Args:
+      fn: the function, of trees.
+      args: the structure of the tuple of its arguments.
+      grid: the positions of the workers.
+
+    Attributes:
+      results: the structure of the results. This and all below are known after a call.
+      shared: for each result, whether it is the same on all workers.
+      specs: for each result, its known layout inside a worker, or None.
+      claims: see `uniform.claims`.
+    """
+
+    results: Any
+    shared: list[bool]
+    specs: list[Spec | None]
+    claims: list[uniform.Claim]
+
+    def __init__(self, fn: Callable, args: Any, grid: Grid):
+        self._fn = fn
+        self._args = args
+        self._grid = grid
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        outputs = self._fn(*self._args.unflatten(leaves))
+        found, self.results = jax.tree.flatten(outputs)
+        self.shared = shared_flags(outputs)
+        self.specs = layouts.of_known(outputs)
+        self.claims = uniform.claims(outputs, self._grid.sizes)
+        return found
+
+
 def _trace(
-    fn: Callable, args: Sequence[Tree], grid: Grid, meetings: Meetings
-) -> tuple[Callable[..., list[Any]], Tree]:
+    fn: _OnLeaves,
+    shapes: Sequence[Any],
+    claims: Sequence[uniform.Claim],
+    grid: Grid,
+    meetings: Meetings,
+) -> Callable[..., list[Any]]:
     """Traces the function of one worker, once, and checks that it cannot hang.
 
     A function may keep arrays of its first trace, as lazily built layers do. Therefore its
@@ -134,14 +174,14 @@ def _trace(
 
     Args:
       fn: the function, written for one worker.
-      args: trees of one worker's values: anything with a shape, a dtype and a weak type.
+      shapes: one worker's arguments: anything with a shape, a dtype and a weak type.
+      claims: those of the arguments, see `uniform.claims`.
       grid: the positions of the workers.
       meetings: the axes along which programs communicate.
 
     Returns:
       A function (arrays) -> arrays that evaluates the jaxpr inside a `jax.shard_map` and
-      `jax.vmap`s with the axes of the grid, and the tree of its results, of
-      `jax.ShapeDtypeStruct`.
+      `jax.vmap`s with the axes of the grid.
     """
     one = jax.shard_map(
         fn,
@@ -153,10 +193,10 @@ def _trace(
     )
     exchanges = list[Exchanged]()
     slots = tuple(name for name, _ in grid.slots)
+    trace = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)
     with during(EXCHANGES, exchanges), during(SLOTS, slots):
-        make = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)
-        traced, outputs = make(*args)
-    uniform.check(traced.jaxpr, args, outputs, grid.sizes)
+        traced, types = trace(*shapes)
+    uniform.check(traced.jaxpr, claims, fn.claims, grid.sizes)
     meetings.check(traced.jaxpr, exchanges, grid.sizes)
     (mapped,) = traced.eqns
     body = jaxpr_as_fun(ClosedJaxpr(with_whole_tables(mapped.params["jaxpr"]), ()))
@@ -172,9 +212,8 @@ def _trace(
             for x, dtype in zip(results, dtypes)
         ]
 
-    types = jax.tree.leaves(outputs)
     dtypes = [None if type_.weak_type else type_.dtype for type_ in types]
-    return run, outputs
+    return run
 
 
 def _check_context(mesh: Mesh) -> None:

@@ -17,6 +17,17 @@ def is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def split(keys: jax.Array, count: int) -> jax.Array:
+    """Splits each of some random keys [...] into several: [count, ...].
+
+    >>> two = jax.random.split(jax.random.key(0))
+    >>> split(two[0], 3).shape, split(two, 3).shape
+    ((3,), (3, 2))
+    """
+    each = jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)
+    return each(keys.reshape(-1)).reshape(count, *keys.shape)
+
+
 def place(x: Any, sharding: NamedSharding) -> jax.Array:
     """Places an array, all of which every process has, on the devices."""
     if isinstance(x, jax.Array) and sharding.is_fully_addressable:

@@ -26,7 +26,7 @@ predicate computed from gradients, parameters, a loss or random keys is found.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,30 +57,43 @@ SILENT = {"axis_index", "pvary"}
 DIVERGE = {"branch": "take different branches", "loop": "take more rounds than others"}
 
 
+class Claim(NamedTuple):
+    """What the place of a leaf says about it.
+
+    Attributes:
+      path: its path.
+      axes: the axes of workers over which it may differ: none in a `Shared`.
+    """
+
+    path: str
+    axes: Axes
+
+
 def check(
-    jaxpr: Jaxpr, args: Sequence[Tree], outputs: Tree, axes: Mapping[str, int]
+    jaxpr: Jaxpr, args: Sequence[Claim], outputs: Sequence[Claim], axes: Mapping[str, int]
 ) -> None:
     """Checks that a function of one worker cannot hang, and that each `Shared` is equal.
 
     Args:
       jaxpr: the function, traced for one worker.
-      args: the trees of its arguments: anything with a shape and a dtype.
-      outputs: the tree that it returns.
+      args: the `claims` of its arguments.
+      outputs: the `claims` of its results.
       axes: the names and sizes of the axes of workers, on the mesh and vmapped.
 
     Raises:
       ValueError: a branch or a loop that may differ between workers that meet in one of its
         collectives, or a `Shared` that may differ over an axis that it names.
     """
-    names = frozenset(name for name, size in axes.items() if size > 1)
+    names = _larger(axes)
     inputs = list[Axes]()
-    for path, x, claim in _claims(args, names):
+    for (path, claim), variable in zip(args, jaxpr.invars):
+        x: Any = variable.aval
         counts = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
         # The module's optimistic rule.
         taken_equal = x.shape == () and (counts or ".hyperparams[" in path)
         inputs.append(frozenset() if claim == names and taken_equal else claim)
     results = _Analysis(names).outputs(jaxpr, inputs)
-    for (path, _, claim), found in zip(_claims(outputs, names), results):
+    for (path, claim), found in zip(outputs, results):
         if not found <= claim:
             raise ValueError(
                 f"the value in the `Shared` at {path} may differ between workers along "
@@ -92,8 +105,18 @@ def check(
             )
 
 
-def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any, Axes]]:
-    """Yields (path, leaf, axes), where axes are the mesh axes over which it may differ."""
+def claims(tree: Tree, axes: Mapping[str, int]) -> list[Claim]:
+    """Returns the claim of each leaf of a tree; `axes` as for `check`."""
+    return list(_claims(tree, _larger(axes)))
+
+
+def _larger(axes: Mapping[str, int]) -> Axes:
+    """The axes along which there are several workers."""
+    return frozenset(name for name, size in axes.items() if size > 1)
+
+
+def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[Claim]:
+    """Yields the claims of leaves that may differ over the axes unless they are shared."""
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, Shared)
     )
@@ -104,7 +127,7 @@ def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any,
             equal = frozenset(named)
             yield from _claims(node.value, axes - equal, path + ".value")
         else:
-            yield path, node, axes
+            yield Claim(path, axes)
 
 
 class _Analysis:

@@ -7,15 +7,16 @@ the analysis and its one optimistic rule.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.layouts import Specs, spread
 from lsgd_jax._src.shared import (
@@ -39,7 +40,10 @@ from lsgd_jax._src.workers.device_grid import (
 from lsgd_jax._src.workers.devices import reserve_threads
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.spmd import Grid, compiled
-from lsgd_jax._src.workers.transfer import gathered, is_key, place, read
+from lsgd_jax._src.workers.transfer import gathered, is_key, place, read, split
+
+
+Keys = Literal["split", "copy"]
 
 
 class Workers:
@@ -206,17 +210,43 @@ class Workers:
 
         return self._placed(rows, specs, place_rows)
 
-    def replicate(self, tree: Tree, specs: Specs = None) -> Tree:
+    def replicate(self, tree: Tree, specs: Specs = None, keys: Keys | None = None) -> Tree:
         """Gives every worker a copy of one tree: leaves [...] become [W, ...].
 
-        A `Shared` inside stays one. `specs` as for `put`.
+        A `Shared` inside stays one.
+
+        Args:
+          tree: arrays and numbers of any shapes and dtypes.
+          specs: as for `put`.
+          keys: for random keys (`jax.random.key`): "split" gives worker i a key of its own,
+            ``jax.random.split(key, W)[i]``, for dropout, noise and sampling. "copy" gives
+            all workers the same one. Keys of uint32, as `jax.random.PRNGKey` makes them,
+            cannot be told from numbers and are always copied.
+
+        Raises:
+          ValueError: other `keys`; as for `put`.
+          UserWarning: without `keys`, a random key that is copied.
+
+        >>> import jax, lsgd_jax as lj
+        >>> workers = lj.Workers(nodes=1, locals=2)
+        >>> state = workers.replicate({"rng": jax.random.key(0), "step": 0}, keys="split")
+        >>> bool(state["rng"][0] == state["rng"][1])
+        False
         """
+        if keys is not None:
+            check_option("keys", keys, get_args(Keys))
+        elif self.num_workers > 1:
+            _warn_of_copied_keys(tree)
 
         def place_copies(x: Any, sharding: NamedSharding) -> jax.Array:
             copies = np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
             return place(copies, sharding)
 
-        return self._placed(tree, specs, place_copies, leading_axes=0)
+        def place_keys(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            return place(jax.random.key_data(split(x, self.num_workers)), sharding)
+
+        own = place_keys if keys == "split" else None
+        return self._placed(tree, specs, place_copies, leading_axes=0, place_keys=own)
 
     def share(self, tree: Tree, specs: Specs = None) -> Shared:
         """Puts one tree on every worker, for all workers to read."""
@@ -303,14 +333,22 @@ class Workers:
         specs: Specs,
         place_rows: Callable[[Any, NamedSharding], jax.Array],
         leading_axes: int = 1,
+        place_keys: Callable[[jax.Array, NamedSharding], jax.Array] | None = None,
     ) -> Tree:
-        """Places the tree on the devices; random keys travel as the numbers they hold."""
+        """Places the tree on the devices; random keys travel as the numbers they hold.
+
+        place_keys: places the numbers of all workers' keys. Defaults to `place_rows` of the
+          numbers of the given ones.
+        """
 
         def place_leaf(x: Any, shared: bool, spec: Spec | None = None) -> jax.Array:
             if not is_key(x):
                 sharding = self._grid.sharding(spec, shared)
                 return place(x, sharding) if shared else place_rows(x, sharding)
-            numbers = place_leaf(jax.random.key_data(x), shared)
+            if place_keys is None or shared:
+                numbers = place_leaf(jax.random.key_data(x), shared)
+            else:
+                numbers = place_keys(x, self._grid.sharding())
             keys = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
             # The keys that a jit returns have a sharding of a special type. Passing these
             # keys through a jit makes their type equal to that of later results.
@@ -318,9 +356,24 @@ class Workers:
 
         check_numbers(tree)
         leaves, treedef = jax.tree.flatten(tree)
-        one = one_worker(tree, leading_axes)
-        each = spread(specs, one, self.inside, self._grid.axes)
+        shapes = one_worker(tree, leading_axes)
+        each = spread(specs, tree, self.inside, self._grid.axes, shapes)
         return treedef.unflatten(map(place_leaf, leaves, shared_flags(tree), each))
+
+
+def _warn_of_copied_keys(tree: Tree) -> None:
+    """Warns of the first random key of which all workers would have the same one."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), shared in zip(leaves, shared_flags(tree)):
+        if is_key(leaf) and not shared:
+            warnings.warn(
+                "`replicate` gives all workers the same random key at "
+                f"{jax.tree_util.keystr(path) or 'the top'}, with which they draw the same "
+                "dropout masks and the same noise: keys='split' gives each worker its own "
+                "key, keys='copy' means it",
+                stacklevel=3,  # the call of `replicate`
+            )
+            return
 
 
 def _over_devices(

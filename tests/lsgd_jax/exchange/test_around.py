@@ -217,6 +217,11 @@ def test_a_run_under_pmap_continues_from_all_rows_and_not_from_one(method):
             {"params": 0, "result": 7},
             "`result` must be .* such as result=0, got .*=7",
         ),
+        (
+            lambda s, g: (s, {"train": {"mse": 0.0}, "test": 1.0}),
+            {"params": 0, "loss": "mse"},
+            r"got loss='mse' for the results tuple\(0: tuple, 1: dict\(train, test\)\)",
+        ),
         (alone, {"params": 0, "result": ()}, "`loss` must be .* or None if there is none"),
         (lambda s, g: (s[0], 0.0), {"params": 0}, "because none of them .* results tuple"),
         (lambda s, g: (s, s), {"params": 0}, "because several of them .* for the state "),
@@ -257,3 +262,117 @@ def test_a_state_without_the_methods_own_is_refused():
         step((START, opt_state), jnp.ones(3))
     with pytest.raises(ValueError, match="`method` must be a method that pulls"):
         lj.around(pair, lj.allreduce())
+
+
+def adversaries(state, goal):
+    """Two parameter trees and a counter, as a generator and a discriminator have them."""
+    toward = lambda x, goal: x - 0.25 * (x - goal)
+    after = {
+        "count": state["count"] + 1,
+        "d": {"w": toward(state["d"]["w"], goal[1:])},
+        "g": {"w": toward(state["g"]["w"], goal[:1])},
+    }
+    return after, jnp.square(after["g"]["w"] - goal[:1]).sum()
+
+
+GAN = {"count": 0, "d": {"w": np.ones(2, np.float32)}, "g": {"w": np.ones(1, np.float32)}}
+GOALS = np.random.default_rng(0).normal(size=(4, 4, 3)).astype(np.float32)
+
+
+def trained(train, by_phase=False):
+    """The states of four workers after each of four steps."""
+    workers = lj.Workers(2, 2)
+    state = workers.map(train.init)(workers.replicate(GAN))
+    step = workers.map(train, static="phase")
+    states = []
+    for t, goal in enumerate(map(workers.put, GOALS), start=1):
+        phase = train.phase(t) if by_phase else None
+        state, _ = step(state, goal, phase=phase)
+        states.append(state)
+    return states
+
+
+def test_several_places_are_exchanged_as_one_tree():
+    """By one leader, and with one count of bytes."""
+    get = lambda state: {"d": state["d"], "g": state["g"]}
+    pair = (get, lambda state, params: {**state, **params})
+    method = lj.diloco(2, outer=optax.sgd(0.7))
+    expected = trained(lj.around(adversaries, method, params=pair))[-1]
+    got = trained(lj.around(adversaries, method, params=["d", "g"]))[-1]
+    jax.tree.map(np.testing.assert_array_equal, got.state, expected.state)
+    assert lj.diagnostics(got)[0].bytes_sent == lj.diagnostics(expected)[0].bytes_sent
+    center = lj.center([got.state["d"], got.state["g"]], got)
+    close(center[0]["w"], lj.center(get(expected.state), expected)["d"]["w"])
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        (["d", "d"], "must not lie in one another, got 'd' and 'd'"),
+        (["d", ("d", "w")], r"must not lie in one another, got 'd' and \('d', 'w'\)"),
+        ([2, ("g", 0)], r"got 2 and \('g', 0\)"),
+        ([], r"a list of at least one place, .* got params=\[\]"),
+        ([lambda s: s["d"], lambda s, p: s], "or a tuple of two functions"),
+        (["d", "x"], "got 'x' for a dict of 'count', 'd', 'g'"),
+    ],
+)
+def test_places_of_which_one_is_wrong_are_refused(params, message):
+    with pytest.raises(ValueError, match=message):
+        lj.around(adversaries, lj.local_sgd(1, axes=()), params=params).init(GAN)
+
+
+@pytest.mark.parametrize("by_phase", [False, True])
+def test_nested_methods_have_their_own_parameters_and_periods(by_phase):
+    slow, fast = lj.local_sgd(4), lj.local_sgd(2)
+    inner = lj.around(adversaries, fast, params="g")
+    train = lj.around(inner, slow, params="d")
+    assert train.outer[0].pulls == fast.pulls and train.phase(4)[1] == slow.phase(4)
+    states = trained(train, by_phase)
+    apart = [[np.ptp(s.state[x]["w"], axis=0).max() for x in "gd"] for s in states]
+    agree = np.array(apart) < 1e-6
+    assert agree.tolist() == [[0, 0], [1, 0], [0, 0], [1, 1]]
+    assert [level.exchanges for level in lj.diagnostics(states[-1])] == [2, 1]
+    alone = trained(inner)[-1]
+    np.testing.assert_array_equal(states[-1].state["g"]["w"], alone.state["g"]["w"])
+    with pytest.raises(ValueError, match="a step in 2 `around`s .* `phase` .* got Phase"):
+        train(states[-1], GOALS[0], phase=train.outer[0].phase(2))
+    with pytest.raises(ValueError, match="`state` must be a tuple .* got OuterState"):
+        train(alone, GOALS[0])
+
+
+def test_the_second_iterate_of_schedule_free_is_exchanged_or_a_warning_names_it():
+    base = optax.contrib.schedule_free_sgd(0.1)
+
+    def update(state, goal):
+        params, opt_state = state
+        updates, opt_state = base.update(params - goal, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), goal.sum()
+
+    workers, w = lj.Workers(1, 2), jnp.ones(3)
+    start, both = workers.replicate((w, base.init(w))), [0, (1, "z")]
+    train = lj.around(update, lj.local_sgd(2), params=both)
+    state, step = workers.map(train.init)(start), workers.map(train)
+    for goal in GOALS[:2, :2]:
+        state, _ = step(state, workers.put(goal))
+    lj.checks.check_workers_agree(state.state)
+    with pytest.warns(UserWarning, match="`z` of optax.contrib.schedule_free"):
+        workers.map(lj.around(update, lj.local_sgd(2), params=0).init)(start)
+
+
+def test_a_step_may_have_a_phase_of_its_own():
+    """As curricula have; the method's is then called `outer_phase`."""
+
+    def update(params, batch, phase="warm-up"):
+        return params - (1 if phase == "main" else 0), batch.sum()
+
+    workers = lj.Workers(1, 2)
+    train = lj.around(update, lj.local_sgd(2), params=(), result=0)
+    state = workers.map(train.init)(workers.put(np.arange(2.0, dtype=np.float32)))
+    step = workers.map(train, static=("phase", "outer_phase"))
+    batch = workers.put(np.ones(2))
+    state, _ = step(state, batch, phase="main", outer_phase=train.phase(1))
+    assert state.state.tolist() == [-1, 0]
+    state, _ = step(state, batch, phase="warm-up", outer_phase=train.phase(2))
+    assert state.state.tolist() == [-0.5, -0.5]
+    state, _ = step(state, batch, "main")
+    assert state.state.tolist() == [-1.5, -1.5]

@@ -85,8 +85,25 @@ def test_trees_without_floats_and_empty_leaves_pass_unchanged():
         jax.tree.map(np.testing.assert_array_equal, x, params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
-def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
+def test_a_complex_leaf_is_exchanged_under_its_own_path():
+    """A part that is not finite is replaced, and the other one is added to."""
+    z = np.array([[1 + 2j, 3j], [3 - 4j, 1]], np.complex64)
+    x = {"layer": {"k": np.float32([[1], [2]]), "z": z}}
+    tx = lj.local_sgd(1, part=lambda path: path == "layer/z")
+    workers = lj.Workers(1, 2)
+    o = lj.outer(tx)
+    moved, state = workers.map(lambda x: o.step(x, o.init(x)))(workers.put(x))
+    mean = z.mean(axis=0)
+    np.testing.assert_array_equal(moved["layer"]["z"], [mean, mean])
+    np.testing.assert_array_equal(moved["layer"]["k"], [[1], [2]])
+    np.testing.assert_array_equal(lj.center(moved, state)["layer"]["z"], mean)
+    half = complex(np.nan, 1)
+    after = lj.apply_updates(jnp.array([half, 1j]), jnp.array([2 + 3j, 4 + 1j]))
+    assert after.tolist() == [2 + 4j, 4 + 2j]
+
+
+def test_leaves_that_cannot_be_summed_must_be_excluded():
+    dtype = jnp.float8_e4m3fn
     workers, x = lj.Workers(1, 2), {"w": jnp.ones((2, 3)), "z": jnp.ones((2, 3), dtype)}
     with pytest.raises(ValueError, match=r"must be of float16, .* got .* at \['z'\]"):
         exchanged(lj.local_sgd(2), workers, x)

@@ -200,5 +200,7 @@ def test_the_walk_is_linear_in_the_program(workers):
             call = jax.jit(lambda x, inner=call: inner(x) + inner(x))
         return call(x)
 
-    traced, out = jax.make_jaxpr(deep, return_shape=True)(jnp.ones(3))
-    uniform.check(traced.jaxpr, (jnp.ones(3),), out, {"node": 2})
+    x, axes = jnp.ones(3), {"node": 2}
+    traced = jax.make_jaxpr(deep)(x)
+    claims = uniform.claims((x,), axes)
+    uniform.check(traced.jaxpr, claims, claims, axes)

@@ -155,13 +155,34 @@ def test_replicate_and_random_keys(workers):
     keys = workers.put(jax.random.split(jax.random.key(0), W))
     drawn = workers.map(lambda key: jax.random.normal(key, ()))(keys)
     assert len(set(drawn.tolist())) == W
-    assert workers.replicate(jax.random.key(1)).shape == (W,)
+    same = workers.replicate(jax.random.key(1), keys="copy")
+    assert same.shape == (W,) and len(set(map(str, jax.random.key_data(same)))) == 1
     traces = []
     pass_on = workers.map(lambda key, shared: (traces.append(key) or key, shared))
     both = keys, workers.share(jax.random.key(2))
     for _ in range(3):
         both = pass_on(*both)
     assert len(traces) == 1
+
+
+def test_replicated_keys_are_split_or_a_warning_names_them(workers):
+    W, key = workers.num_workers, jax.random.key(3)
+    two = jax.random.split(jax.random.key(4, impl="rbg"))
+    state = {"rng": (key, two), "shared": lj.Shared(key), "w": jnp.ones(2)}
+    own = workers.replicate(state, keys="split")
+    assert (own["rng"][0] == workers.put(jax.random.split(key, W))).all()
+    assert own["rng"][1].shape == (W, 2) and own["w"].shape == (W, 2)
+    for i in range(2):
+        assert (own["rng"][1][:, i] == jax.random.split(two[i], W)).all()
+    assert bool(own["shared"].value == key)
+    with pytest.warns(UserWarning, match=r"same random key at \['rng'\]\[0\], "):
+        copies = workers.replicate(state)
+    assert (copies["rng"][0] == key).all()
+    with pytest.raises(ValueError, match="`keys` must be one of .* got keys='fold'"):
+        workers.replicate(state, keys="fold")
+    # A lone worker shares its key with no other, and a shared key is meant to be one.
+    lj.Workers(1, 1, devices=jax.devices()[:1]).replicate(key)
+    workers.replicate({"shared": lj.Shared(key)})
 
 
 def test_a_function_may_keep_what_its_first_trace_has_made(workers):
@@ -180,6 +201,42 @@ def test_a_function_may_keep_what_its_first_trace_has_made(workers):
     for shape in ([1, 3], [2, 3]):
         y = layer(workers.replicate(jnp.ones(shape)))
         np.testing.assert_array_equal(y[-1], np.broadcast_to(np.arange(3.0), shape))
+
+
+@jax.tree_util.register_pytree_node_class
+class LossScale:
+    """Refuses leaves that are no arrays when it is built, as jmp's loss scales do."""
+
+    def __init__(self, scale, count):
+        for x in (scale, count):
+            assert isinstance(x, jax.Array | np.ndarray), f"got a {type(x).__name__}"
+        self.scale, self.count = scale, count
+
+    def tree_flatten(self):
+        return (self.scale, self.count), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+@pytest.mark.parametrize("inside", [None, {"fsdp": 2}])
+def test_a_node_of_the_user_is_built_of_arrays_only(inside):
+    workers = lj.Workers(2, 2, inside=inside)
+
+    def update(state, batch):
+        w, scale = state
+        scale = LossScale(scale.scale * 2, scale.count + 1)
+        return (w - batch, scale), batch.sum()
+
+    train = lj.around(update, lj.lsgd(0.5, 0.5, 1, 2), params=0)
+    start = workers.replicate((jnp.ones(4), LossScale(jnp.ones([]), jnp.int32(0))))
+    state = workers.map(train.init)(workers.put(start, lj.layouts.following(start)))
+    batch = workers.put_owned(np.ones([4, 4], np.float32))
+    state, _ = workers.map(train, donate=0)(state, batch)
+    held = workers.fetch(state.state[1])
+    assert held.scale.tolist() == [2] * 4 and held.count.tolist() == [1] * 4
+    assert lj.consensus(state.state)[1].scale == 2
 
 
 def test_put_owned_takes_the_rows_of_this_process():
@@ -334,7 +391,7 @@ def test_map_takes_keyword_and_static_arguments(inside):
     np.testing.assert_array_equal(mapped(x, train=True, scale=scale), 20 * np.arange(4.0))
     np.testing.assert_array_equal(mapped(x, True, scale=scale), 20 * np.arange(4.0))
     assert set(traced[compiled:]) <= {True}
-    with pytest.raises(ValueError, match="leading axis of 4"):
+    with pytest.raises(ValueError, match="leading axis of 4 .* static=.* a Python value"):
         mapped(x, True, scale=np.float32(1))
 
 
