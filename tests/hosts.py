@@ -5,6 +5,7 @@ They are network namespaces on one bridge. Needs Linux, root and iproute2.
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,13 @@ class Hosts:
         )
         assert done.returncode == 0, f"{command}: {done.stdout}"
         return done.stdout
+
+    def shell(self, path):
+        """Writes a program that runs a command on a host as ssh does: HOST COMMAND ..."""
+        line = shlex.join(self.inside("HOST", "sh", "-c")).replace("HOST", "$host")
+        path.write_text(f'#!/bin/sh\nhost=$1\nshift\nexec {line} "$*"\n')
+        path.chmod(0o755)
+        return path
 
     def processes(self, name):
         """The numbers of the processes on a host."""

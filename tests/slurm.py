@@ -11,23 +11,25 @@ CONFIGURATION = """
 ClusterName=lsgd
 SlurmctldHost={first}
 SlurmUser=root
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/cgroup
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-SlurmdTimeout=10
+SchedulerParameters=sched_interval=1,bf_interval=1
+SlurmdTimeout=5
 ReturnToService=2
 KillWait=30
 MpiDefault=none
-NodeName={nodes} CPUs=4 RealMemory=1000
+GresTypes=gpu
+NodeName={nodes} CPUs=64 RealMemory=1000 Gres=gpu:4
 PartitionName=all Nodes={nodes} Default=YES OverSubscribe=YES:4
 """
 
@@ -51,6 +53,9 @@ class Slurm(Hosts):
         nodes = ",".join(self.names)
         text = CONFIGURATION.format(first=first, folder=folder, nodes=nodes)
         (folder / "slurm.conf").write_text(text)
+        devices = ("null", "zero", "full", "random")  # stand for GPUs
+        gpus = "".join(f"Name=gpu File=/dev/{name}\n" for name in devices)
+        (folder / "gres.conf").write_text(gpus)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Asynchronous LSGD over 4 nodes with 4 GPUs each:
 #
-#   sbatch examples/cluster/ray_slurm.sh DATA [OPTIONS]
+#   sbatch examples/cluster/ray_slurm.sh --data.dir DATA [OPTIONS]
 #
 # `ray symmetric-run` runs on every node. It starts Ray there, runs the command on the first
 # node, which trains and tests, and stops Ray afterwards. Each worker is a Ray process with
@@ -23,8 +23,6 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -u
-data=$1
-shift
 experiment=${EXPERIMENT:-cifar10-cnn7}
 locals=${LOCALS:-4} # workers per node
 gpus=${GPUS:-4}     # per node
@@ -47,7 +45,6 @@ examples/cluster/resume.sh "$run" srun --kill-on-bad-exit=1 ray symmetric-run \
   --num-gpus "$gpus" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
   bash -c 'echo $$ > "$0"; exec "$@"' "$pid" \
   python -m train "$experiment" \
-  --data.dir "$data" \
   --workers.nodes "$SLURM_JOB_NUM_NODES" --workers.locals "$locals" \
   --method async-lsgd \
   --method.local-pull 0.1 --method.global-pull 0.1 \

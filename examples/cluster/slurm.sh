@@ -1,5 +1,5 @@
 #!/bin/bash
-# Leader SGD over 4 nodes with 4 GPUs each: sbatch examples/cluster/slurm.sh DATA [OPTIONS]
+# Leader SGD over 4 nodes with 4 GPUs each: sbatch examples/cluster/slurm.sh --data.dir DATA [OPTIONS]
 #
 # One process per GPU; the trainer reads the layout from Slurm. With --ntasks-per-node=1 one
 # process has a whole node, and nothing else changes. Before the time limit or a preemption,
@@ -15,15 +15,12 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -u
-data=$1
-shift
 experiment=${EXPERIMENT:-cifar10-cnn7}
 locals=${LOCALS:-4} # workers per node
 run=${RUN:-runs/$experiment-$SLURM_JOB_ID}
 
 examples/cluster/resume.sh "$run" \
   srun --kill-on-bad-exit=1 python -m train "$experiment" \
-  --data.dir "$data" \
   --workers.nodes "$SLURM_JOB_NUM_NODES" --workers.locals "$locals" \
   --method.local-pull 0.1 --method.global-pull 0.1 \
   --method.local-period 64 --method.global-period 128 "$@"
