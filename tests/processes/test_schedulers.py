@@ -27,7 +27,7 @@ from trainers import (
     reported,
 )
 
-from train.metrics import log as records
+from train.process.exit_status import RESUME
 
 
 pytestmark = pytest.mark.slow
@@ -79,20 +79,21 @@ def submit(slurm, tmp_path, cache):
 def test_slurm_resumes_after_sigterm_and_a_lost_node(slurm, submit, undisturbed, tmp_path):
     """The run ends bit-identical to an undisturbed one."""
     run, printed = tmp_path / "run", tmp_path / "job.txt"
-    job = submit("--steps", "120")
+    job = submit("--steps", "80")
     slurm.until(lambda: reported(run) >= 8, 120)
     slurm.ask("scancel", "--signal=TERM", job)
     slurm.until(lambda: "stopped at step" in printed.read_text())
-    (saved,) = [step for step in checkpoints(run) if step % 4] or [max(checkpoints(run))]
+    saved = max(checkpoints(run))
     slurm.until(lambda: reported(run) >= saved + 8, 120)
     assert slurm.job(job)["Restarts"] == "1"
     slurm.kill("n2")
     slurm.until(lambda: slurm.job(job)["Restarts"] == "2", 120)
     slurm.boot("n2")
     slurm.until(lambda: slurm.job(job)["JobState"] == "COMPLETED", 180)
-    assert_equal_to_the_bit(numbers(run, 120), undisturbed(120))
-    begins = [event["step"] for event in records.read(run)["start"]]
-    assert begins[:2] == [0, saved] and len(begins) == 3
+    assert_equal_to_the_bit(numbers(run, 80), undisturbed(80))
+    # Slurm may stop the run once more, long after the loss of the node.
+    begins = [event["step"] for event in events(run, "start")]
+    assert begins[:2] == [0, saved] and len(begins) >= 3
 
 
 def test_slurm_starts_a_run_with_a_program_error_only_once_again(slurm, submit, tmp_path):
@@ -148,10 +149,10 @@ def test_mpirun_saves_after_sigterm_and_resumes(mpirun, undisturbed, tmp_path):
     started = mpirun("--steps", "60")
     until(lambda: reported(run) >= 8, printed)
     started.send_signal(signal.SIGTERM)
-    assert started.wait(60) != 0
-    assert "stopped at step" in printed.read_text(), printed.read_text()
+    assert started.wait(120) == RESUME, printed.read_text()
+    assert "stopped at step" in printed.read_text()
     saved = max(checkpoints(run))
-    assert mpirun("--steps", "60", before="").wait(120) == 0, printed.read_text()
+    assert mpirun("--steps", "60", before="").wait(240) == 0, printed.read_text()
     assert_equal_to_the_bit(numbers(run, 60), undisturbed(60))
     assert [event["step"] for event in events(run, "start")] == [0, saved]
 
@@ -174,11 +175,11 @@ def test_two_processes_of_torchrun_train_one_run(cache, undisturbed, tmp_path):
         first = subprocess.Popen(command, env=variables(cache), **both)
         until(lambda: reported(run) >= 8, printed)
         first.send_signal(signal.SIGTERM)
-        first.wait(60)
+        first.wait(120)
         assert "stopped at step" in printed.read_text()
         saved = max(checkpoints(run))
         env = variables(cache, before="")
-        again = subprocess.run([*command, "--resume"], env=env, timeout=120, **both)
+        again = subprocess.run([*command, "--resume"], env=env, timeout=240, **both)
     assert again.returncode == 0, printed.read_text()
     assert_equal_to_the_bit(numbers(run, 60), undisturbed(60))
     starts = [(event["step"], event["processes"]) for event in events(run, "start")]

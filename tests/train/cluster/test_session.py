@@ -252,6 +252,7 @@ def test_all_processes_must_see_the_run_folder(tmp_path, monkeypatch, other):
         ({1: signal.SIGTERM}, signal.SIGTERM),
         ({0: signal.SIGTERM, 1: signal.SIGINT}, signal.SIGINT),
         ({1: signal.SIGHUP}, signal.SIGTERM),
+        ({0: signal.SIGUSR1}, signal.SIGTERM),
     ],
 )
 def test_all_stop_at_the_step_of_jax_for_the_same_reason(monkeypatch, asked, received):
