@@ -11,6 +11,7 @@ import sys
 import time
 
 import hosts
+import psutil
 import pytest
 from hosts import Hosts
 from outside import ROOT
@@ -155,6 +156,51 @@ def test_mpirun_saves_after_sigterm_and_resumes(mpirun, undisturbed, tmp_path):
     assert mpirun("--steps", "60", before="").wait(240) == 0, printed.read_text()
     assert_equal_to_the_bit(numbers(run, 60), undisturbed(60))
     assert [event["step"] for event in events(run, "start")] == [0, saved]
+
+
+# Ray
+
+
+def test_ray_goes_on_after_the_loss_of_a_host_and_saves_after_sigterm(
+    tmp_path, cache, undisturbed
+):
+    """Two processes in lock step on three hosts, which share a token."""
+    run, printed = tmp_path / "run", tmp_path / "printed.txt"
+    env = variables(cache, HOME=str(tmp_path), RAY_AUTH_MODE="token")
+    env |= {"RAY_USAGE_STATS_ENABLED": "0", "JAX_NUM_CPU_DEVICES": "2"}
+    hosts.need("ray")
+    quiet = {"env": env, "cwd": ROOT, "stdout": subprocess.DEVNULL}
+    subprocess.run(["ray", "get-auth-token", "--generate"], check=True, **quiet)
+    with Hosts(tmp_path, 3) as cluster:
+        head = f"{cluster.address('n1')}:6379"
+        for name in cluster.names:
+            role = ["--head", "--port=6379", "--include-dashboard=false"]
+            role = role if name == "n1" else [f"--address={head}"]
+            own = f"--node-ip-address={cluster.address(name)}"
+            small = ["--num-cpus=1", "--object-store-memory=200000000"]
+            cluster.run(name, "ray", "start", *role, own, *small, env=env, timeout=120)
+        options = ["--ray.address", head, "--ray.processes=2", "--run-dir", run]
+        line = [sys.executable, "-m", "train", *SMALL, *options, "--steps", "1000000"]
+        with open(printed, "w") as out:
+            both = {"stdout": out, "stderr": out, "cwd": ROOT, "env": env}
+            driver = cluster.start("n1", *line, *HASTY, **both)
+        until(lambda: checkpoints(run), printed, 240)
+        lost = next(name for name in ("n2", "n3") if trains(cluster, name))
+        cluster.kill(lost)
+        until(lambda: len(events(run, "start")) == 2, printed, 240)
+        begun = events(run, "start")[-1]["step"]
+        until(lambda: reported(run) >= begun + 8, printed)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(120) == RESUME, printed.read_text()
+    last = max(checkpoints(run))
+    assert begun >= 4 and f"stopped at step {last} after" in printed.read_text()
+    assert_equal_to_the_bit(numbers(run, last), undisturbed(last))
+
+
+def trains(cluster, host):
+    """Whether a process of a run is on a host."""
+    each = [psutil.Process(number).cmdline() for number in cluster.processes(host)]
+    return any("--distributed.process-id" in word for line in each for word in line)
 
 
 # torchrun

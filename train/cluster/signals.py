@@ -16,8 +16,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class StopSignals:
     """While open, records SIGINT and SIGTERM instead of dying. A second SIGINT interrupts.
 
-    SIGHUP, the end of a terminal, counts as SIGTERM, as does SIGUSR1, which mpirun passes on
-    where it would kill after SIGTERM. They and SIGINT stay ignored if they are, as with nohup
+    SIGHUP, the end of a terminal, counts as SIGTERM. So does SIGUSR1: mpirun passes it on,
+    whereas it kills after SIGTERM. They and SIGINT stay ignored if they are, as with nohup
     or in a script's background job.
 
     Several processes all stop after the same step, whichever of them got the signal. jax's
