@@ -9,7 +9,7 @@ node, and each of its devices a worker. To try it on one machine, start both com
 in two terminals, with 127.0.0.1:1234 as the address and ``--emulate 2``.
 
 The same commands continue from the last checkpoint. After a SIGTERM to any process, all
-processes save at the same step and end with status 0. If a process is killed or raises an
+processes save at the same step and end with status 75. If a process is killed or raises an
 error, the others end within about half a minute with another status. A resumed run ends
 with parameters that are bit-identical to those of an undisturbed one.
 """
@@ -17,6 +17,7 @@ with parameters that are bit-identical to those of an undisturbed one.
 import argparse
 import hashlib
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def train(folder, steps, save_every):
             if manager.reached_preemption(t):
                 manager.wait_until_finished()
                 print(f"stopped and saved at step {t}", flush=True)
-                return
+                sys.exit(75)  # EX_TEMPFAIL: the same command goes on
     center = workers.fetch(lj.center(state["params"], state["opt_state"]))
     loss = loss_of(center, *draw(0, 0))  # training begins at step 1
     digest = hashlib.sha256(b"".join(x.tobytes() for x in jax.tree.leaves(center)))

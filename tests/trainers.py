@@ -103,9 +103,8 @@ def by_options(count):
 
 
 def by_slurm(count):
-    """As `by_options`, but as srun does it on one host; jax derives the port."""
-    port = free_port(random.sample(range(61440, 65536), 100))
-    job = {"SLURM_JOB_ID": str(port - 61440), "SLURM_NODEID": "0"}
+    """As `by_options`, but as srun does it on one host."""
+    job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_NODEID": "0"}
     job |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": str(count)}
     job |= {"SLURM_NTASKS": str(count), "SLURM_STEP_NUM_TASKS": str(count)}
     ranks = map(str, range(count))

@@ -19,6 +19,7 @@ try:
     from train.process.exit_status import (
         CRASHED,
         INTERRUPTED,
+        RESUME,
         STOPPED,
         SUCCESS,
         WRONG_USAGE,
@@ -35,8 +36,9 @@ except ValueError as error:  # jax rejects an environment variable
 def main(arguments: list[str]) -> int:
     """Trains and returns the exit status.
 
-    0: success, 1: stopped or not saved, 2: wrong usage, 130: interrupted. With several
-    processes also 70: an unexpected error, and 75: a process was lost.
+    0: success, 1: stopped or not saved, 2: wrong usage, 75: saved after SIGTERM, 130:
+    interrupted. With several processes also 70: an unexpected error, and 75: a process was
+    lost.
     """
     session = Session()
     try:
@@ -49,7 +51,7 @@ def main(arguments: list[str]) -> int:
             session = rendezvous.join(config)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
-    except ConnectionError as error:  # not LOST: no other process is to blame
+    except ConnectionError as error:  # not RESUME: no other process is to blame
         return session.leave(CRASHED, str(error))
     except KeyboardInterrupt:
         return session.leave(INTERRUPTED, interrupts.NOT_BEGUN)
@@ -100,7 +102,9 @@ def train(config: Config, session: Session) -> int:
         return session.leave(STOPPED, f"{error}; {again}")
     if result.stopped_by == signal.SIGINT:
         return INTERRUPTED
-    return SUCCESS if result.is_good else STOPPED
+    if not result.is_good:
+        return STOPPED
+    return RESUME if result.stopped_by == signal.SIGTERM else SUCCESS
 
 
 if __name__ == "__main__":

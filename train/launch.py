@@ -4,7 +4,8 @@
 
 starts `python -m train digits --steps 100` twice as one run. Output of the processes is
 shown with a prefix ([0], [1], ...). Each process gets GPUs of its own if there are any, and
-emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends.
+emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends,
+after SIGTERM with status 75.
 Ctrl-Z pauses all processes. If one process fails, the others are stopped. The exit status
 is that of the failed process, or 128 plus the number of the signal that ended it, and the
 last line says how to resume. To restart processes after a failure, use the trainer's
@@ -30,7 +31,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from train.process.exit_status import DELIBERATE, LOST, SIGNALED, WRONG_USAGE
+from train.process.exit_status import DELIBERATE, RESUME, SIGNALED, WRONG_USAGE
 from train.process.messages import NOTHING_LOST, plain, to_resume
 
 
@@ -38,7 +39,7 @@ LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --
 TOLD = "LSGD_JAX_TOLD"  # variable that names the file in which a run says how to resume it
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OF_OTHERS = (LOST, -signal.SIGABRT)  # statuses of processes that miss another one
+OF_OTHERS = (RESUME, -signal.SIGABRT)  # statuses of processes that miss another one
 
 
 def child() -> NoReturn:
@@ -143,32 +144,44 @@ def environments(
     return [common | {"CUDA_VISIBLE_DEVICES": ",".join(ids)} for ids in mine]
 
 
-def wait(children: Sequence[subprocess.Popen[str]], grace: float) -> tuple[int, str]:
+def wait(
+    children: Sequence[subprocess.Popen[str]],
+    grace: float,
+    passed: Sequence[int] = (),
+) -> tuple[int, str]:
     """Blocks until all processes have ended.
 
     Args:
       children: the processes.
       grace: seconds after a failure until the others are killed.
+      passed: the signals that were passed on so far. After one, the status of a run that
+        was saved is no failure.
 
     Returns:
       The status of the process that failed, and a line about it unless its own last line
       says how to go on.
     """
+
+    def has_failed(child: subprocess.Popen[str]) -> bool:
+        return bool(child.returncode) and not (passed and child.returncode == RESUME)
+
     running = lambda: any([child.poll() is None for child in children])
-    while running() and not any(child.returncode for child in children):
+    while running() and not any(map(has_failed, children)):
         time.sleep(0.05)
     deadline = time.monotonic() + grace
     while running() and time.monotonic() < deadline:
         time.sleep(0.05)
-    failed = [child for child in children if child.returncode]
+    failed = [child for child in children if has_failed(child)]
     for child in children:
         child.kill()
         child.wait()
+    if not failed:
+        return max(child.returncode for child in children), ""
     # A process that ends because another one failed may be the first to end. It may also
     # take the loss of a killed process for an error of its own.
     causes = [child for child in failed if child.returncode not in OF_OTHERS] or failed
     is_own = lambda code: code > 0 or code in OF_OTHERS
-    cause = min(causes or children, key=lambda child: is_own(child.returncode))
+    cause = min(causes, key=lambda child: is_own(child.returncode))
     code, name = cause.returncode, f"process {children.index(cause)}"
     if code in DELIBERATE:
         return code, ""
@@ -239,15 +252,20 @@ def run(
     """
     coordinator = f"127.0.0.1:{free_port()}"
     children: list[subprocess.Popen[str]] = []
+    passed: list[int] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def send(number: int) -> None:
         for child in children:
             child.send_signal(number)
 
+    def pass_on(number: int, _: object) -> None:
+        passed.append(number)
+        send(number)
+
     def pause(number: int, _: object) -> None:
-        pass_on(signal.SIGSTOP, _)
+        send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
-        pass_on(signal.SIGCONT, _)
+        send(signal.SIGCONT)
 
     for number in heeded(PASSED):
         signal.signal(number, pass_on)
@@ -264,7 +282,7 @@ def run(
     ]
     for reader in readers:
         reader.start()
-    result = wait(children, options.grace)
+    result = wait(children, options.grace, passed)
     for reader in readers:
         reader.join(options.grace)
     return result

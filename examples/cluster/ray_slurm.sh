@@ -1,5 +1,7 @@
 #!/bin/bash
-# Asynchronous LSGD over 4 nodes with 4 GPUs each: sbatch examples/cluster/ray_slurm.sh DATA
+# Asynchronous LSGD over 4 nodes with 4 GPUs each:
+#
+#   sbatch examples/cluster/ray_slurm.sh --data.dir DATA [OPTIONS]
 #
 # `ray symmetric-run` runs on every node. It starts Ray there, runs the command on the first
 # node, which trains and tests, and stops Ray afterwards. Each worker is a Ray process with
@@ -8,8 +10,8 @@
 # process on its node.
 #
 # Two minutes before the time limit, or at a preemption, Slurm signals this script only. The
-# script asks the trainer to save; a signal to Ray would end the workers at once. Then the
-# job is requeued and resumes from there.
+# script asks the trainer to save, which then ends with 75; a signal to Ray would end the
+# workers at once. The job is requeued and resumes from there.
 #SBATCH --job-name=lsgd-async
 #SBATCH --nodes=4
 #SBATCH --exclusive
@@ -21,10 +23,10 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -u
-data=$1
-run=runs/cifar10-async-$SLURM_JOB_ID
-resume=()
-if [ -d "$run/checkpoints" ]; then resume=(--resume); fi
+experiment=${EXPERIMENT:-cifar10-cnn7}
+locals=${LOCALS:-4} # workers per node
+gpus=${GPUS:-4}     # per node
+run=${RUN:-runs/$experiment-async-$SLURM_JOB_ID}
 
 # Ray's head may enable token authentication by default. It then refuses other nodes
 # (InvalidAuthToken) unless all nodes and the trainer enable it with the same token. The
@@ -36,20 +38,18 @@ export RAY_USAGE_STATS_ENABLED=0
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
 head=$(getent ahostsv4 "$head" | awk 'NR == 1 {print $1}') # as the other nodes reach it
 pid=$run.pid
-mkdir -p runs
+rm -f "$pid"
 
-srun --kill-on-bad-exit=1 ray symmetric-run \
+examples/cluster/resume.sh "$run" srun --kill-on-bad-exit=1 ray symmetric-run \
   --address "$head:6379" --min-nodes "$SLURM_JOB_NUM_NODES" \
-  --num-gpus 4 --num-cpus "$SLURM_CPUS_PER_TASK" -- \
+  --num-gpus "$gpus" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
   bash -c 'echo $$ > "$0"; exec "$@"' "$pid" \
-  python -m train cifar10-cnn7 \
-  --data.dir "$data" \
-  --workers.nodes 4 --workers.locals 4 \
+  python -m train "$experiment" \
+  --workers.nodes "$SLURM_JOB_NUM_NODES" --workers.locals "$locals" \
   --method async-lsgd \
   --method.local-pull 0.1 --method.global-pull 0.1 \
   --method.local-period 64 --method.global-period 128 \
-  --ray.address auto --ray.gpus-per-worker 1 --ray.cpus-per-worker 4 \
-  --run-dir "$run" "${resume[@]}" &
+  --ray.address auto --ray.gpus-per-worker 1 --ray.cpus-per-worker 4 "$@" &
 step=$!
 trap 'kill -TERM "$(cat "$pid")"' TERM # this script and the trainer are on the first node
 wait $step
@@ -58,14 +58,13 @@ while [ $status -gt 128 ] && kill -0 $step 2> /dev/null; do
   wait $step # the signal ended the previous wait
   status=$?
 done
+
+# symmetric-run exits with 0 if Ray does not start, so that the trainer has not, either.
+if [ $status -eq 0 ] && [ ! -e "$pid" ]; then status=1; fi
 rm -f "$pid"
 
 # Requeue after a stop by SIGTERM, which saves. Ray itself restarts lost workers.
-last=$(grep -s '"kind": "end"' "$run/metrics.jsonl" | tail -1)
-if [ $status -eq 0 ] && [ -z "$last" ]; then
-  status=1 # symmetric-run exits with 0 if Ray does not start
-fi
-if [[ $status -eq 0 && $last == *SIGTERM* ]]; then
+if [ $status -eq 75 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

@@ -21,7 +21,7 @@ from trainers import (
 )
 
 from train.metrics import log as records
-from train.process.exit_status import CRASHED, LOST, SIGNALED
+from train.process.exit_status import CRASHED, RESUME, SIGNALED
 
 
 def assert_told(trainers, lost, run):
@@ -30,8 +30,8 @@ def assert_told(trainers, lost, run):
     for i, status in enumerate(statuses):
         if i == lost:
             continue
-        assert status in (LOST, -signal.SIGABRT), trainers.printed(i)
-        if status == LOST:
+        assert status in (RESUME, -signal.SIGABRT), trainers.printed(i)
+        if status == RESUME:
             last = trainers.last_line(i)
             assert last.startswith("error: another process was lost at step ")
             assert f"; checkpoints are kept in {run}/checkpoints; to resume: " in last
@@ -129,7 +129,7 @@ def test_a_paused_process_is_waited_for(start, check_resumed, tmp_path):
     trainers.until(lambda: reported(run) >= stopped_at + 4)
 
     trainers.send(signal.SIGTERM, 1)
-    assert trainers.end(limit=60) == [0, 0], trainers.printed(0)
+    assert trainers.end(limit=60) == [RESUME, RESUME], trainers.printed(0)
     assert_all_saved(trainers, run)
     check_resumed(2, by=by_open_mpi_5)
 
@@ -191,7 +191,7 @@ def test_processes_that_differ_do_not_start_a_run(start, tmp_path):
 def test_processes_that_wait_in_vain_exit_with_one_line(start):
     """Only two of three processes are started."""
     trainers = start(2, "--distributed.start-timeout=5", by=lambda _: by_options(3)[:2])
-    assert trainers.end(60) == [LOST, LOST], trainers.printed(0)
+    assert trainers.end(60) == [RESUME, RESUME], trainers.printed(0)
     for i in range(2):
         assert trainers.printed(i).startswith("error: not all processes have met at 127")
         assert trainers.printed(i).count("\n") == 1

@@ -29,7 +29,7 @@ from train.cluster.ray_train import Board, Job
 from train.config import RayConfig, settings
 from train.launch import rendezvous_options
 from train.metrics import log
-from train.process.exit_status import CRASHED, LOST
+from train.process.exit_status import CRASHED, RESUME
 from train.run import cli
 from train.run.result import where
 
@@ -161,7 +161,7 @@ def test_the_loss_of_ray_is_one_line_that_says_how_to_go_on(
     monkeypatch.setattr(ray_train, "_follow", failing)
     health = contextlib.nullcontext(None)
     monkeypatch.setattr(lj.asynchronous.ray_engine, "cluster", lambda *_: health)
-    assert main(line) == LOST
+    assert main(line) == RESUME
     (printed,) = capsys.readouterr().err.splitlines()
     assert printed == f"error: a b; {again}"
 
@@ -178,7 +178,7 @@ def test_kill_9_of_a_part_of_ray_ends_the_command_in_one_line(part, tmp_path):
         everything = driver.started()
         (victim,) = [x for x in everything if is_part(x)]
         victim.kill()
-        assert driver.end() == [LOST], driver.printed(0)
+        assert driver.end() == [RESUME], driver.printed(0)
     left = psutil.wait_procs(everything, timeout=30)[1]
     assert not left, left
     last = driver.printed(0).splitlines()[-1]

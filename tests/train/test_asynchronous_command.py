@@ -8,6 +8,8 @@ import psutil
 import pytest
 from trainers import Trainers, checkpoints, events
 
+from train.process.exit_status import RESUME
+
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +32,7 @@ def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
         trainer.until(lambda: len(paces()[-1]["present"]) == 2)
         trainer.until(lambda: len(paces()[-1]["present"]) == 3)
         trainer.send(signal.SIGTERM, 0)
-        assert trainer.end() == [0], trainer.printed(0)
+        assert trainer.end() == [RESUME], trainer.printed(0)
     out = trainer.printed(0)
     assert re.search(r"warning: worker \d is down at its step \d+", out)
     assert "is back" in out and "saved; to resume: python -m train digits" in out

@@ -107,9 +107,25 @@ def test_a_process_that_fails_ends_all(run, ending, status, said):
     ],
 )
 def test_the_process_that_failed_is_named(codes, result):
+    assert launch.wait(ended(codes), 0) == result
+
+
+@pytest.mark.parametrize(
+    ("codes", "result"),
+    [
+        ([75, 75], (75, "")),
+        ([0, 0], (0, "")),  # it had reached its last step
+        ([75, -9], (137, "process 1 was ended by SIGKILL")),
+    ],
+)
+def test_a_run_that_was_saved_after_a_signal_has_not_failed(codes, result):
+    assert launch.wait(ended(codes), 0, [signal.SIGTERM]) == result
+
+
+def ended(codes):
+    """Processes that have ended with these codes."""
     done = dict.fromkeys(("poll", "kill", "wait"), lambda: 0)
-    ended = [types.SimpleNamespace(returncode=code, **done) for code in codes]
-    assert launch.wait(ended, 0) == result
+    return [types.SimpleNamespace(returncode=code, **done) for code in codes]
 
 
 def test_nothing_resumes_a_folder_that_is_gone(tmp_path):
@@ -117,17 +133,19 @@ def test_nothing_resumes_a_folder_that_is_gone(tmp_path):
     assert launch.how_to_continue(told).startswith(f"{tmp_path} is gone (deleted, moved")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on(program, tmp_path, number):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_signals_are_passed_on(program, tmp_path, number, status):
     program(
-        "def stop(number, _): pathlib.Path('saved').write_text(str(number)); sys.exit(0)\n"
+        "def stop(number, _):\n"
+        "    pathlib.Path('saved').write_text(str(number))\n"
+        f"    sys.exit({status})\n"
         "for n in (2, 15): signal.signal(n, stop)\n"
         "print('ready', flush=True); time.sleep(600)\n"
     )
     with launched() as launcher:
         launcher.stdout.readline()
         launcher.send_signal(number)
-        assert launcher.wait(60) == 0
+        assert launcher.wait(60) == status
     assert (tmp_path / "saved").read_text() == str(int(number))
 
 

@@ -1,37 +1,22 @@
 """Detection of the cluster that started this process.
 
-jax detects Slurm, Open MPI before version 5, Kubernetes and Cloud TPU itself. This module
-decides whether several processes were started at all, so that N processes never become N
-separate runs by accident.
+jax detects Open MPI before version 5, Kubernetes and Cloud TPU itself. This module decides
+whether several processes were started at all, so that N processes never become N separate
+runs by accident.
 """
 
 import glob
-import re
-import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from train.cluster import launchers, slurm
+from train.cluster.started import Started, integer, port_of
 from train.config.schema import DistributedConfig
 from train.process.messages import is_installed
 
 
 BY_ITSELF = "`--distributed.cluster none` trains in this process by itself"
-
-
-class Started(NamedTuple):
-    """How a cluster started this process.
-
-    Attributes:
-      by: the cluster, by name.
-      arguments: for `jax.distributed.initialize`, which detects the missing ones.
-      local_rank, local_size: rank of this process on its host, and their number; None if
-        the process has the devices of its host to itself.
-    """
-
-    by: str
-    arguments: dict[str, Any]
-    local_rank: int | None = None
-    local_size: int | None = None
+ADDRESS = "JAX_COORDINATOR_ADDRESS"  # a variable of jax
 
 
 def detect(config: DistributedConfig, environ: Mapping[str, str]) -> Started | None:
@@ -48,17 +33,20 @@ def detect(config: DistributedConfig, environ: Mapping[str, str]) -> Started | N
         return None
     if config.cluster == "mpi4py":
         return Started("MPI", {"cluster_detection_method": "mpi4py"})
-    detectors = (_mpi, _slurm, _tpu, _kubernetes)
-    found = next(filter(None, (detector(environ) for detector in detectors)), None)
+    found = _started(environ)
+    coordinator = config.coordinator
+    if coordinator is None and integer(environ, "JAX_NUM_PROCESSES") != 1:
+        coordinator = environ.get(ADDRESS)
     given = {
-        "coordinator_address": config.coordinator or environ.get("JAX_COORDINATOR_ADDRESS"),
+        "coordinator_address": coordinator,
         "num_processes": config.num_processes,
         "process_id": config.process_id,
     }
     if found is None:
-        if config.coordinator is config.num_processes is config.process_id is None:
+        if all(value is None for value in given.values()):
             return None
-        found = Started("hand", {})
+        is_set = f" ({ADDRESS} is set)" if ADDRESS in environ else ""
+        found = Started(f"hand{is_set}", {})
     arguments = found.arguments | {k: v for k, v in given.items() if v is not None}
     missing = [name for name in given if arguments.get(name) is None]
     if not missing:
@@ -75,63 +63,57 @@ def detect(config: DistributedConfig, environ: Mapping[str, str]) -> Started | N
 
 
 # Clusters whose details jax can detect, and advice for the others.
-JAX_FINDS = ("Open MPI 4", "Slurm", "Cloud TPU", "Kubernetes")
+JAX_FINDS = ("Open MPI 4", "Cloud TPU", "Kubernetes")
 HINTS = {
     "MPI": ", or install mpi4py and add --distributed.cluster mpi4py",
     "a Kubernetes Job": ", or install the package kubernetes, so that jax can find out",
 }
 
 
+def _started(environ: Mapping[str, str]) -> Started | None:
+    """How the innermost launcher of several processes started this one, or None."""
+    for detector in (
+        launchers.inner,
+        _mpi,
+        slurm.detect,
+        launchers.outer,
+        _tpu,
+        _kubernetes,
+    ):
+        found = detector(environ)
+        if found is not None:
+            return found
+    return None
+
+
 def _mpi(environ: Mapping[str, str]) -> Started | None:
     """mpirun of Open MPI, or mpiexec of MPICH and its derivatives."""
-    if _int(environ, "OMPI_COMM_WORLD_SIZE") > 1:
-        name, local = "OMPI_COMM_WORLD_", ("LOCAL_RANK", "LOCAL_SIZE")
-    elif _int(environ, "PMI_SIZE") > 1 and "SLURM_STEP_NODELIST" not in environ:
-        name, local = "PMI_", ("LOCAL_RANK", "LOCAL_SIZE")
+    if (integer(environ, "OMPI_COMM_WORLD_SIZE") or 0) > 1:
+        name = "OMPI_COMM_WORLD_"
+    elif (integer(environ, "PMI_SIZE") or 0) > 1 and "SLURM_STEP_NODELIST" not in environ:
+        name = "PMI_"
     else:
         return None
-    size, rank = _int(environ, f"{name}SIZE"), _int(environ, f"{name}RANK")
-    local_rank, local_size = (environ.get(name + x) for x in local)
-    arguments: dict[str, Any] = {"num_processes": size, "process_id": rank}
+    size = integer(environ, f"{name}SIZE")
+    local_rank = integer(environ, f"{name}LOCAL_RANK")
+    local_size = integer(environ, f"{name}LOCAL_SIZE")
+    arguments: dict[str, Any] = {
+        "num_processes": size,
+        "process_id": integer(environ, f"{name}RANK"),
+    }
     by = "Open MPI 4" if "OMPI_MCA_orte_hnp_uri" in environ else "MPI"
     job = environ.get("PMIX_NAMESPACE")
-    if by == "MPI" and job and local_size == str(size):
-        port = 61440 + zlib.crc32(job.encode()) % 4096
-        arguments["coordinator_address"] = f"127.0.0.1:{port}"
-    known = local_rank is not None and local_size is not None
-    return Started(by, arguments, *map(int, (local_rank, local_size)) if known else ())
-
-
-def _slurm(environ: Mapping[str, str]) -> Started | None:
-    """A step of srun. The batch script itself is not a step but a single process."""
-    names = "JOB_ID STEP_NODELIST NTASKS PROCID LOCALID"
-    if any(f"SLURM_{name}" not in environ for name in names.split()):
-        return None
-    size = _int(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    if size <= 1:
-        return None
-    each = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    node = _int(environ, "SLURM_NODEID")
-    counts = tasks_per_node(each)
-    local_size = counts[node] if node < len(counts) else None
-    local_rank = _int(environ, "SLURM_LOCALID")
-    return Started("Slurm", {"num_processes": size}, local_rank, local_size)
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Parses Slurm's notation for the number of tasks on each node.
-
-    >>> tasks_per_node("4(x2),3")
-    [4, 4, 3]
-    """
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    if by == "MPI" and job and local_size == size:
+        arguments["coordinator_address"] = f"127.0.0.1:{port_of(job)}"
+    if local_rank is None or local_size is None:
+        return Started(by, arguments)
+    return Started(by, arguments, local_rank, local_size)
 
 
 def _tpu(environ: Mapping[str, str]) -> Started | None:
     """A Cloud TPU slice of several hosts, or several slices."""
     hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", ""))
-    several = "," in hosts or _int(environ, "MEGASCALE_NUM_SLICES") > 1
+    several = "," in hosts or (integer(environ, "MEGASCALE_NUM_SLICES") or 0) > 1
     # If the environment says nothing, jax asks the metadata server. A single host then
     # joins itself, which is harmless.
     unsaid = not hosts and "TPU_SKIP_MDS_QUERY" not in environ and _has_tpu()
@@ -147,12 +129,6 @@ def _kubernetes(environ: Mapping[str, str]) -> Started | None:
     """A pod of an indexed Job. Only the cluster's API knows how many there are."""
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
         return None
-    index = {"process_id": _int(environ, "JOB_COMPLETION_INDEX")}
+    index = {"process_id": integer(environ, "JOB_COMPLETION_INDEX")}
     by = "Kubernetes" if is_installed("kubernetes") else "a Kubernetes Job"
     return Started(by, index)
-
-
-def _int(environ: Mapping[str, str], *names: str) -> int:
-    """The value of the first variable that is a number, or 0."""
-    values = (environ.get(name, "") for name in names)
-    return next((int(value) for value in values if value.isdecimal()), 0)

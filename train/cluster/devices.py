@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import jax
 
 import lsgd_jax as lj
-from train.cluster.detection import Started
 from train.cluster.session import is_of_xla
+from train.cluster.started import Started
 
 
 def provide(count: int, processes: int = 1) -> None:

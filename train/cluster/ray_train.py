@@ -27,7 +27,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 import lsgd_jax as lj
 from train.config.schema import Config, RayConfig
 from train.launch import OF_OTHERS, PASSED, free_port, heeded, rendezvous_options, start
-from train.process.exit_status import DELIBERATE, LOST, STOPPED
+from train.process.exit_status import DELIBERATE, RESUME, STOPPED
 from train.process.messages import one_line
 
 
@@ -152,7 +152,8 @@ def work(given: dict[str, Any]) -> None:
     reader.start()
     asked = _watch(child, job, board, is_main=rank == 0)
     reader.join()
-    if child.returncode in DELIBERATE:  # not restarted
+    is_saved = asked and child.returncode == RESUME
+    if is_saved or child.returncode in DELIBERATE:  # not restarted
         ray.get(board.end.remote(child.returncode))
     elif not asked and ray.get(board.status.remote()) is None:
         line = f"process {rank} ended with status {child.returncode}"
@@ -255,7 +256,7 @@ def run(
         ):
             return _follow(job, storage, health)
     except (RuntimeError, RayError) as error:
-        return LOST, one_line(error, LONGEST)
+        return RESUME, one_line(error, LONGEST)
 
 
 @contextlib.contextmanager
@@ -311,6 +312,7 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
     restarted = {"max_restarts": -1, "max_task_retries": -1}
     board = actor.options(num_cpus=0, scheduling_strategy=near, **restarted).remote()
     failures: list[Exception] = []
+    asked: list[int] = []
 
     def fit() -> None:
         try:
@@ -319,6 +321,7 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
             failures.append(error)
 
     def ask(number: int, frame: object) -> None:
+        asked.append(number)
         board.ask.remote(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one interrupts
 
@@ -343,8 +346,10 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
     if status is not None:
         return status, ""
     if not failures:
-        return STOPPED, "the run was stopped while its processes were started"
-    return LOST, f"the run has not ended: {one_line(failures[0], LONGEST)}"
+        is_interrupted = signal.SIGINT in asked[:1]
+        reason = "the run was stopped while its processes were started"
+        return STOPPED if is_interrupted else RESUME, reason
+    return RESUME, f"the run has not ended: {one_line(failures[0], LONGEST)}"
 
 
 def _show(board: Any, health: Any) -> None:

@@ -20,12 +20,13 @@ import jax
 
 import lsgd_jax as lj
 import train
-from train.cluster.detection import BY_ITSELF, Started, detect
+from train.cluster.detection import BY_ITSELF, detect
 from train.cluster.devices import local_device_ids, provide
 from train.cluster.session import Session, gather, is_of_xla
+from train.cluster.started import Started
 from train.config.schema import FREE_PER_PROCESS, Config, fields
 from train.process import numerics
-from train.process.exit_status import LOST, WRONG_USAGE
+from train.process.exit_status import RESUME, WRONG_USAGE
 from train.process.messages import one_line, plain
 
 
@@ -297,7 +298,7 @@ def _ended_if_late(config: Config, started: Started) -> Generator[None]:
             "reach that address?"
         )
         print(f"error: {plain(line)}", file=sys.stderr, flush=True)
-        os._exit(LOST)
+        os._exit(RESUME)
 
     timer = threading.Timer(seconds, end)
     timer.start()

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from train.process.exit_status import CRASHED, INTERRUPTED, LOST
+from train.process.exit_status import CRASHED, INTERRUPTED, RESUME
 from train.process.messages import one_line, plain
 
 
@@ -140,7 +140,7 @@ class Session:
                 raise
             if is_of_xla(error):
                 line = f"another process was lost {self.where()} ({one_line(error)})"
-                self.leave(LOST, line)
+                self.leave(RESUME, line)
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"
             self.leave(CRASHED, f"this process crashed {self.where()} ({reason})")

@@ -11,7 +11,7 @@ from train.cluster.session import Session
 from train.process import interrupts
 
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequested(Exception):
@@ -21,8 +21,9 @@ class StopRequested(Exception):
 class StopSignals:
     """While open, records SIGINT and SIGTERM instead of dying. A second SIGINT interrupts.
 
-    SIGHUP, the end of a terminal, counts as SIGTERM. SIGHUP and SIGINT stay ignored if they
-    are, as with nohup or in a script's background job.
+    SIGHUP, the end of a terminal, counts as SIGTERM. So does SIGUSR1: mpirun passes it on,
+    whereas it kills after SIGTERM. They and SIGINT stay ignored if they are, as with nohup
+    or in a script's background job.
 
     Several processes all stop at the same point, whichever of them got the signal. jax's
     preemption service catches SIGTERM and agrees on that point. The other signals are

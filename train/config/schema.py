@@ -276,8 +276,8 @@ class OptimizerConfig:
 class DistributedConfig:
     """The rendezvous of several processes, on one host or many. Not saved with the run."""
 
-    # The launcher of the processes. `auto` detects Open MPI, Slurm, a Kubernetes Job and a
-    # Cloud TPU; `mpi4py` asks any MPI; `none` trains in this process only.
+    # The launcher of the processes. `auto` detects Slurm, MPI, torchrun, Kubernetes, a TPU
+    # slice and others; `mpi4py` asks any MPI; `none` trains in this process only.
     cluster: Literal["auto", "mpi4py", "none"] = "auto"
     # HOST:PORT of process 0, if it cannot be detected.
     coordinator: Annotated[str | None, Rule("HOST:PORT", _is_address)] = None

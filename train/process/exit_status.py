@@ -4,7 +4,8 @@ SUCCESS = 0
 STOPPED = 1  # ended before its last step, or without its last checkpoint
 WRONG_USAGE = 2  # the command line, the configuration or the data are not valid
 CRASHED = 70  # an unexpected error (EX_SOFTWARE)
-LOST = 75  # another process failed or could not be reached; try again (EX_TEMPFAIL)
+# Saved after SIGTERM or SIGHUP, or another process failed or could not be reached
+RESUME = 75  # (EX_TEMPFAIL)
 INTERRUPTED = 130  # Ctrl-C, as shells report it
 
 DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # the last line says how to go on

@@ -332,7 +332,7 @@ def _lens(params: Places | Lens) -> Lens:
 
 def _example(tree: Tree) -> str:
     """A place that the tree has, as one writes it."""
-    names = [name for name, _ in _children(tree)]
+    names = [name for name, _ in children(tree)]
     if not names:
         return "()"
     return "0" if names[0] == "0" else repr(names[0])

@@ -259,9 +259,9 @@ def slow_momentum(
         count = optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
         return SlowMomentum(count, jax.tree.map(jnp.zeros_like, params))
 
-    def update(delta: Tree, state: SlowMomentum, params: Tree = None) -> Any:
+    def update(updates: Tree, state: SlowMomentum, params: Tree = None) -> Any:
         del params
-        k = state.count.count
+        k = jnp.asarray(state.count.count)
         eta = jnp.asarray(rate(k))
 
         def step(delta: Array, m: Array) -> Array:
@@ -271,8 +271,8 @@ def slow_momentum(
             share = delta / eta.astype(m.dtype)
             return beta * m + trees.finite_part(share)
 
-        steps = jax.tree.map(step, delta, state.momentum)
-        momentum = jax.tree.map(renewed, delta, state.momentum)
+        steps = jax.tree.map(step, updates, state.momentum)
+        momentum = jax.tree.map(renewed, updates, state.momentum)
         count = optax.ScaleByScheduleState(optax.safe_increment(k))
         return steps, SlowMomentum(count, momentum)
 

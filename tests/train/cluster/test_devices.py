@@ -7,8 +7,8 @@ from tiny import SMALL
 
 from train import simulate
 from train.cluster import devices
-from train.cluster.detection import Started
 from train.cluster.devices import local_device_ids
+from train.cluster.started import Started
 from train.task import asynchronous
 
 

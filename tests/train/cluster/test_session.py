@@ -18,7 +18,7 @@ from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.config import DistributedConfig
 from train.process import numerics
-from train.process.exit_status import CRASHED, LOST, WRONG_USAGE
+from train.process.exit_status import CRASHED, RESUME, WRONG_USAGE
 
 
 class Thread(Session):
@@ -85,7 +85,11 @@ def test_a_process_that_is_alone_reports_and_returns(capsys):
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (ValueError("UNKNOWN: Gloo failed"), LOST, "another process was lost at step 3 ("),
+        (
+            ValueError("UNKNOWN: Gloo failed"),
+            RESUME,
+            "another process was lost at step 3 (",
+        ),
         (ZeroDivisionError("x"), CRASHED, "this process crashed at step 3 (ZeroDivision"),
     ],
 )
@@ -104,7 +108,7 @@ def test_one_of_several_processes_exits_at_once(monkeypatch, capsys, error, stat
 @pytest.mark.parametrize(
     "error, status, line",
     [
-        (ValueError("UNKNOWN: Gloo failed"), LOST, "error: another process was lost "),
+        (ValueError("UNKNOWN: Gloo failed"), RESUME, "error: another process was lost "),
         (ValueError("`x` must be 1"), WRONG_USAGE, "error: `x` must be 1\n"),
         (ZeroDivisionError("x"), CRASHED, "error: this process crashed "),
     ],
@@ -248,6 +252,7 @@ def test_all_processes_must_see_the_run_folder(tmp_path, monkeypatch, other):
         ({1: signal.SIGTERM}, signal.SIGTERM),
         ({0: signal.SIGTERM, 1: signal.SIGINT}, signal.SIGINT),
         ({1: signal.SIGHUP}, signal.SIGTERM),
+        ({0: signal.SIGUSR1}, signal.SIGTERM),
     ],
 )
 def test_all_stop_at_the_step_of_jax_for_the_same_reason(monkeypatch, asked, received):

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import signal
 import sys
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -18,6 +20,7 @@ from train.config import experiments, methods, settings
 from train.config.methods import METHODS
 from train.config.schema import fields
 from train.run import cli
+from train.run.result import NONFINITE, Result
 
 
 QUICK = "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --log-every 2".split()
@@ -284,17 +287,37 @@ def test_a_file_goes_with_resuming(tmp_path):
 
 
 @pytest.mark.slow  # test_loop sends signals in this process
-def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
+)
+def test_a_signal_saves_and_the_run_says_how_to_resume(number, status, tmp_path):
     folder = tmp_path / "run"
     arguments = [*QUICK, *FOR_EVER, "--run-dir", str(folder)]
     with Trainers(tmp_path / "printed", arguments, [([], {})], before=TINY) as trainer:
         trainer.until(lambda: reported(folder))
-        trainer.send(signal.SIGINT, 0)
-        assert trainer.end() == [130], trainer.printed(0)
+        trainer.send(number, 0)
+        assert trainer.end() == [status], trainer.printed(0)
     (step,) = checkpoints(folder)
     assert f"stopped at step {step} after" in trainer.last_line(0)
     again = f", saved; to resume: python -m train digits --run-dir {folder} --resume"
     assert again in trainer.last_line(0)
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "saved", "status"),
+    [
+        (None, True, 0),
+        (signal.SIGTERM, True, 75),
+        (signal.SIGTERM, False, 1),
+        (signal.SIGINT, True, 130),
+        (NONFINITE, True, 1),
+    ],
+)
+def test_the_status_says_whether_to_start_again(stopped_by, saved, status, monkeypatch):
+    result = Result(pathlib.Path("run"), 4, 1.0, None, stopped_by, saved)
+    monkeypatch.setattr("train.run.open.open_run", Mock())
+    monkeypatch.setattr("train.run.loop.train", Mock(return_value=result))
+    assert main(["digits"]) == status
 
 
 def test_resuming_reports_edited_settings_and_finished_runs(tmp_path, monkeypatch, capsys):
