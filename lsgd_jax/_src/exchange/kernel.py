@@ -412,6 +412,8 @@ def send(
         group.is_delayed = _is_delayed(pull, group)
     group.exchange_number = pull.exchange_number(t)
     group.round = round
+    if not group.is_delayed:
+        group.is_sound = jnp.isfinite(pull.weight(t))
 
     z, found, rule = pull.rule.agree(group, x, y, state.rule, takes_part, t)
     before = state.rule, state.wire
@@ -421,8 +423,10 @@ def send(
         rule, wire_state = committed_by_element(before, after, found)
         is_whole = False
     else:
-        is_sound = jnp.isfinite(pull.weight(t))
-        found, rule, wire_state = committed(before, after, z, y, found, is_sound)
+        is_tested = pull.rule.commits
+        found, rule, wire_state = committed(
+            before, after, z, y, found, group.is_sound, is_tested
+        )
         is_whole = found
     state = _counted(state, counts & ~found, is_whole)
     state = state._replace(

@@ -90,6 +90,9 @@ class Rule(ByValue):
         values of this worker can be added up. If not, the worker counts as not finite: it
         does not take part and takes the target whole. Defaults to a test that y leaves
         headroom for a sum over the group.
+      commits: whether `agree` itself leaves what is `Shared` in its state as it was, and
+        finds no target, if the result is not finite or `group.is_sound` does not hold. By
+        default the kernel does so, and both versions are alive until all is tested.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
 
@@ -106,6 +109,7 @@ class Rule(ByValue):
     reads: tuple[Read, ...] = ()
     is_common: bool = False
     summable: Callable[[Group, Tree, Any], Any] = fits_in_sums
+    commits: bool = False
     turns: Callable[[int], tuple[int, ...]] = lambda size: ()
 
     def __post_init__(self):

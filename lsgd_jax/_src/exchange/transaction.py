@@ -25,36 +25,41 @@ def committed(
     y: Tree,
     found: Array,
     is_sound: Array | bool,
+    is_tested: bool = False,
 ) -> tuple[Array, Any, Any]:
     """Returns the outcome of an exchange, or nothing new if its results are not finite.
+
+    Quantization errors alone do not wait for the test, because XLA would hold both versions
+    meanwhile. That of a message which did not count is as small as that of any other one.
 
     Args:
       before, after: the rule's state and the `WireState` (or ()), trees of one structure.
       z, y: the target, and the parameters, in whose dtypes the target must be finite.
       found: bool scalar, whether the rule has found a target.
       is_sound: bool scalar, equal in the group; False drops the exchange.
+      is_tested: whether the rule has tested what its group has in common, see `Rule`.
 
     Returns:
       (found, rule, wire): whether there is a target, and the states.
     """
-    of_group = _in_common(*after)
-    commits = is_sound & trees.all_finite(_as_held(of_group, y))
-    keeps_own = _stays_finite(_own(*before), _own(*after))
+    commits = jnp.asarray(is_sound)
+    if not is_tested:
+        commits &= trees.all_finite(_as_held(_in_common(*after), y))
+    keeps_own = _stays_finite(_own(before[0]), _own(after[0]))
     has_target = ~found | trees.all_finite(_cast(z, y))
     commits_own = commits & keeps_own & has_target
 
     def chosen(old: Any, new: Any) -> Any:
+        if is_tested and isinstance(old, Shared):
+            return new
         commit = commits if isinstance(old, Shared) else commits_own
         return trees.where(commit, new, with_schedules_of(new, old))
 
     rule = jax.tree.map(chosen, before[0], after[0], is_leaf=_is_in_common)
     wire = before[1]
     if wire:
-        # Both follow what the group has agreed on.
-        wire = WireState(
-            trees.where(commits & found, after[1].reference, wire.reference),
-            trees.where(commits_own & found, after[1].error, wire.error),
-        )
+        reference = trees.where(commits & found, after[1].reference, wire.reference)
+        wire = WireState(reference, after[1].error)
     return found & commits_own, rule, wire
 
 
@@ -67,16 +72,20 @@ def committed_by_element(
     a test of all elements. See `committed`.
     """
 
-    def chosen(old: Array, new: Array) -> Array:
-        if new is old or not jnp.issubdtype(new.dtype, jnp.inexact):
-            return new
-        return lax.select(jnp.isfinite(new), new, old.astype(new.dtype))
-
-    rule, wire = jax.tree.map(chosen, before, after)
+    rule = jax.tree.map(_where_finite, before[0], after[0])
+    wire = before[1]
     if wire:
-        reference = trees.where(found, wire.reference, before[1].reference)
-        wire = wire._replace(reference=reference)
+        reference = jax.tree.map(_where_finite, wire.reference, after[1].reference)
+        reference = trees.where(found, reference, wire.reference)
+        wire = WireState(reference, after[1].error)
     return rule, wire
+
+
+def _where_finite(old: Array, new: Array) -> Array:
+    """The elements of `new` that are finite, and those of `old` in place of the others."""
+    if new is old or not jnp.issubdtype(new.dtype, jnp.inexact):
+        return new
+    return lax.select(jnp.isfinite(new), new, old.astype(new.dtype))
 
 
 def _in_common(rule: Any, wire: Any) -> Tree:
@@ -89,14 +98,13 @@ def _in_common(rule: Any, wire: Any) -> Tree:
     return {"rule": shared, "wire": wire.reference if wire else ()}
 
 
-def _own(rule: Any, wire: Any) -> Tree:
+def _own(rule: Any) -> Tree:
     """The states of this worker alone; nothing in place of the others."""
 
     def keep(node: Any) -> Any:
         return optax.MaskedNode() if _is_in_common(node) else node
 
-    own = jax.tree.map(keep, rule, is_leaf=_is_in_common)
-    return {"rule": own, "wire": wire.error if wire else ()}
+    return jax.tree.map(keep, rule, is_leaf=_is_in_common)
 
 
 def _is_in_common(node: Any) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
@@ -114,15 +114,25 @@ def anchored(
             Detector.start(guard, params) if guard else (),
         )
 
-    def moved(delta, anchor, outer_state, found, begins_anew):
-        """A block's anchor and outer state, both as they were without a pseudo-gradient."""
-        before = outer_state
-        if restart:
-            fresh = with_schedules_of(outer_state, outer.init(anchor))
-            before = trees.where(begins_anew, fresh, outer_state)
+    def begun(anchor, outer_state, begins_anew):
+        """A block's outer state before its step."""
+        if not restart:
+            return outer_state
+        fresh = with_schedules_of(outer_state, outer.init(anchor))
+        return trees.where(begins_anew, fresh, outer_state)
+
+    def stepped(delta, before, anchor):
+        """A block's anchor and outer state after a step."""
         step, after = outer.update(delta, before, anchor)
-        renewed = optax.apply_updates(anchor, step), after
-        return trees.where(found, renewed, (anchor, outer_state))
+        return optax.apply_updates(anchor, step), after
+
+    def moved(block, outer_state, found, is_sound):
+        """A block's anchor and outer state, as they were without a pseudo-gradient."""
+        _, _, anchor = block
+        renewed = stepped(*block)
+        stays = anchor, with_schedules_of(renewed[1], outer_state)
+        after = trees.where(is_sound, renewed, stays)
+        return trees.where(found, after, (anchor, outer_state))
 
     def agree(group, x, y, state, takes_part, t):
         anchor, outer_state = state.anchor.value, state.outer.value
@@ -132,14 +142,25 @@ def anchored(
         exchanges, begins_anew = (), False
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
-            exchanges, begins_anew = group.shared(count), count % restart == 0
+            begins_anew = count % restart == 0
         deltas, anchors = _blocks(delta, layerwise), _blocks(anchor, layerwise)
         starts = [jax.eval_shape(outer.init, block) for block in anchors]
         states = [_of_block(i, outer_state, start) for i, start in enumerate(starts)]
-        blocks = zip(deltas, anchors, states, found)
-        after = [moved(*block, begins_anew) for block in blocks]
+        before = [begun(a, s, begins_anew) for a, s in zip(anchors, states)]
+        blocks = list(zip(deltas, before, anchors))
+        is_sound = group.is_sound
+        if not group.is_delayed:
+            # The step is computed twice, to test it and to take it. Otherwise both versions
+            # of the anchor and of the outer state would be alive until all are tested.
+            steps = [stepped(*block) for block in blocks]
+            held = [_held(a, b) for (a, _), b in zip(steps, _blocks(y, layerwise))]
+            is_sound &= trees.all_finite((held, [after for _, after in steps]))
+            blocks, is_sound = lax.optimization_barrier((blocks, is_sound))
+        after = [moved(*of, is_sound) for of in zip(blocks, states, found)]
         leaves = [leaf for a, _ in after for leaf in jax.tree.leaves(a)]
         anchor = jax.tree.unflatten(jax.tree.structure(anchor), leaves)
+        if restart:
+            exchanges = group.shared(jnp.where(is_sound, count, state.exchanges.value))
         state = AnchorState(
             group.shared(anchor),
             group.shared(_joined(outer_state, [s for _, s in after])),
@@ -147,10 +168,24 @@ def anchored(
             detector,
         )
         # The anchor is there to be pulled to even if no worker is finite.
-        return anchor, jnp.asarray(True), state
+        is_found = is_sound | ~any_of(*found)
+        return anchor, is_found, state
 
     keeps = None if merge == "radial" else ("error",)
-    return Rule(axes, init, agree, keeps=keeps, reads_x=False, summable=_squares_fit)
+    return Rule(
+        axes,
+        init,
+        agree,
+        keeps=keeps,
+        reads_x=False,
+        summable=_squares_fit,
+        commits=True,
+    )
+
+
+def _held(anchor: Tree, y: Tree) -> Tree:
+    """The anchor in the dtypes of the workers, who must be able to hold it."""
+    return jax.tree.map(lambda a, y: a.astype(y.dtype), anchor, y)
 
 
 def _squares_fit(group: Group, y: Tree, state: Any) -> Array:

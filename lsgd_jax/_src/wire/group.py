@@ -82,6 +82,7 @@ class Group:
       round: the round of the rule's graph if the phase of the step names it, otherwise
         None; see `round_of`.
       is_delayed: whether the messages travel beside a step's gradient.
+      is_sound: bool scalar, equal in the group; False if the exchange must change nothing.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -99,6 +100,7 @@ class Group:
         self.exchange_number: Any = None
         self.round: int | None = None
         self.is_delayed = False
+        self.is_sound: Any = jnp.asarray(True)
 
     # Members
 

@@ -19,7 +19,7 @@ def state():
 
 def test_on_devices_and_on_the_host(state):
     (here,) = lj.diagnostics(state)
-    assert "restored=[0, 0], dropped=[0, 0], misplaced=[0, 0], " in repr(here)
+    assert "restored=[0, 0], dropped=[0, 0], dropped_in_a_row=[0, 0], " in repr(here)
     assert repr(jax.device_get(here)) == repr(here)
 
 

@@ -46,8 +46,9 @@ DROPPED = {
     "pull, lambda": lj.exchange(
         lj.Pull(lj.rules.anchored(optax.sgd(1.0)), nan_at(2, 0.5), every=2)
     ),
-    "int8": lj.diloco(
-        2, optax.chain(optax.scale_by_schedule(nan_at(0, -0.5))), wire="int8"
+    "int8": lj.diloco(2, optax.scale_by_schedule(nan_at(0, -0.5)), wire="int8"),
+    "int8, with a reference": lj.exchange(
+        lj.Pull(lj.rules.average(), nan_at(2, 1.0), every=2, wire="int8")
     ),
     "parle": lj.parle(0.1, 2, outer_learning_rate=nan_at(2, 0.1)),
     "a part": lj.exchange(lj.Pull(lj.rules.average(), nan_at(2, 1.0), every=2, part=["0"])),
@@ -56,8 +57,9 @@ DROPPED_FAST = ["diloco, a rate that divides by 0", "easgd, beta", "pull, lambda
 
 
 def arrays_of(state):
-    """The arrays of float32 that an exchange changes."""
-    leaves = jax.tree.leaves([(pull.rule, pull.wire) for pull in state.pulls])
+    """The arrays of float32 that an exchange changes, without quantization errors."""
+    references = [pull.wire.reference for pull in state.pulls if pull.wire]
+    leaves = jax.tree.leaves(([pull.rule for pull in state.pulls], references))
     return [x for x in leaves if x.dtype == jnp.float32 and x.ndim]
 
 
@@ -163,7 +165,7 @@ def test_after_a_worker_was_huge_once_exchanges_go_on(name, size):
 
 # Exchanges of the table whose pulls take any period, delay and strength.
 PLAIN = [name for name in PULLS if isinstance(METHODS[name].make(2), lj.Exchange)]
-RANDOM = "pairwise", "gosgd", "sparta"  # workers may meet nobody at an exchange
+RANDOM = "pairwise", "gosgd", "sparta"  # a worker may meet no other one
 
 
 def with_pulls(name, **changes):
@@ -173,7 +175,7 @@ def with_pulls(name, **changes):
 
 
 @pytest.mark.parametrize("name", mostly_slow(PLAIN, fast=["local_sgd", "lsgd"]))
-def test_a_strength_that_is_nan_once_moves_nobody(name):
+def test_a_strength_that_is_nan_once_moves_no_worker(name):
     tx = with_pulls(name, every=2, delay=0, strength=nan_at(2, 0.5))
     x = {"w": START, "b": START}
     moves = {"w": MOVES, "b": MOVES}
