@@ -190,6 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         configs, setting, out = parse(arguments)
         session = compare.join(configs)
+        compare.try_methods(configs, out, session)
         results = compare.run(configs, out, session)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))

@@ -139,7 +139,8 @@ def anchored(
         delta, found, detector = _pseudo_gradient(
             group, y, state, takes_part, guard, merge, weights
         )
-        exchanges, begins_anew = (), False
+        count = jnp.int32(0)
+        begins_anew = False
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
             begins_anew = count % restart == 0
@@ -159,6 +160,7 @@ def anchored(
         after = [moved(*of, is_sound) for of in zip(blocks, states, found)]
         leaves = [leaf for a, _ in after for leaf in jax.tree.leaves(a)]
         anchor = jax.tree.unflatten(jax.tree.structure(anchor), leaves)
+        exchanges = ()
         if restart:
             exchanges = group.shared(jnp.where(is_sound, count, state.exchanges.value))
         state = AnchorState(

@@ -259,7 +259,7 @@ def slow_momentum(
         count = optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
         return SlowMomentum(count, jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Tree, state: SlowMomentum, params: Tree = None) -> Any:
+    def update(updates, state, params=None):
         del params
         k = jnp.asarray(state.count.count)
         eta = jnp.asarray(rate(k))

@@ -20,8 +20,7 @@ from lsgd_jax._src.asynchronous.engine.sharding import on_cpu
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.driver import Driver
 from lsgd_jax._src.exchange import parts
-from lsgd_jax._src.exchange.transaction import with_schedules_of
-from lsgd_jax._src.trees import Tree, all_finite, where, zeros
+from lsgd_jax._src.trees import Tree, zeros
 
 
 class Outer(NamedTuple):
@@ -137,10 +136,7 @@ def _moved(
     optimizer: optax.GradientTransformationExtraArgs, outer: Outer, delta: Tree, turn: Any
 ) -> Outer:
     step, state = optimizer.update(delta, outer.state, outer.anchor, turn=turn)
-    after = Outer(optax.apply_updates(outer.anchor, step), state)
-    # A turn whose result is not finite changes nothing, and the next one works again.
-    before = with_schedules_of(after, outer)
-    return where(all_finite(after), after, before)
+    return Outer(optax.apply_updates(outer.anchor, step), state)
 
 
 class DelayedNesterovState(NamedTuple):
