@@ -189,7 +189,8 @@ def _examples(config: Config) -> int:
 def check_equal(configs: dict[Key, Config], out: pathlib.Path) -> None:
     """Raises ValueError if the runs are not tested after the same steps on the same data.
 
-    They may take other numbers of steps if all see the same number of examples. A run of an earlier command may have taken more steps than this command asks for.
+    They may take other numbers of steps if all see the same number of examples. A run of an
+    earlier command may have taken more steps than this command asks for.
     """
     (first, _), *_ = configs
     expected = fields(configs[first, 0])
