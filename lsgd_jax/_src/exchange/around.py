@@ -34,7 +34,7 @@ class AroundState(NamedTuple):
 
     Attributes:
       state: the program's own state, as its step takes and returns it.
-      outer: the method's state; of nested `around`s a tuple of all, the inner ones first.
+      outer: the method's state; of nested ones a tuple of all, the inner ones first.
     """
 
     state: Tree
@@ -45,7 +45,7 @@ class Around:
     """A training step with a method around it; `around` returns it.
 
     Attributes:
-      outer: the method; ``outer.phase(t)`` is the phase of step t. Of nested `around`s a
+      outer: the method; ``outer.phase(t)`` is the phase of step t. Of nested ones a
         tuple of all methods, the inner ones first.
     """
 
@@ -84,7 +84,7 @@ class Around:
     def phase(self, step: int, sizes: Sizes | None = None) -> Any:
         """Returns the phase of a step, counted from 1, for the argument ``phase=``.
 
-        It is what `Outer.phase` returns; of nested `around`s a tuple, one for each method.
+        It is what `Outer.phase` returns; of nested ones a tuple, one for each method.
         """
         return self._joined([level._own.phase(step, sizes) for level in self._levels])
 
