@@ -68,9 +68,9 @@ def test_random_processes_are_killed_repeatedly(start, check_resumed, tmp_path):
 def test_a_process_that_crashes_says_why_and_ends_the_others(start, tmp_path):
     """An unexpected error is raised in process 1 only."""
     breaks = (
-        "import sys; from train.cluster.signals import StopSignals as S; at = S.stop_at; "
-        "S.stop_at = lambda self, step: 1 / (step < 7 or "
-        "'--distributed.process-id=0' in sys.argv) and at(self, step); "
+        "import itertools, sys; from train.cluster.signals import StopSignals as S; "
+        "asked = S.asked; n = itertools.count(1); S.asked = lambda self: 1 / (next(n) < 7 "
+        "or '--distributed.process-id=0' in sys.argv) and asked(self); "
     )
     trainers = start(2, *FOR_EVER, before=SLOWLY + breaks)
     trainers.until(lambda: reported(tmp_path / "run") >= 4)

@@ -40,9 +40,10 @@ SETTINGS = {"EXPERIMENT": "digits", "LOCALS": "2"}
 
 # Code that process 1 runs first, to end with an error at its step 9.
 FAILS = (
-    "import os; from train.cluster.signals import StopSignals as S; at = S.stop_at; "
-    "S.stop_at = lambda self, step: 1 / (step < 9 or self._session.process_id == 0) "
-    "and at(self, step); "
+    "import itertools, os; from train.cluster.signals import StopSignals as S; "
+    "asked = S.asked; n = itertools.count(1); "
+    "S.asked = lambda self: 1 / (next(n) < 9 or self._session.process_id == 0) "
+    "and asked(self); "
 )
 
 
