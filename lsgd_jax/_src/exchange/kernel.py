@@ -37,7 +37,14 @@ from lsgd_jax._src.checks import (
 from lsgd_jax._src.exchange import parts
 from lsgd_jax._src.exchange.agreement import Agreement, common_start, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
-from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
+from lsgd_jax._src.exchange.rule import (
+    NO_EXTRAS,
+    Extras,
+    Rule,
+    always,
+    fits_in_sums,
+    silent,
+)
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.exchange.transaction import committed, committed_by_element
 from lsgd_jax._src.shared import is_shared
@@ -289,6 +296,18 @@ def pending(
     return Pending(trees.widened(y), takes_part, x, jnp.int32(stage))
 
 
+def recorded(
+    pull: Pull, x: Tree, y: Tree, state: PullState, takes_part: Array
+) -> PullState:
+    """Returns the state with the operands of a delayed agreement, about x and y.
+
+    takes_part: bool scalar, whether this worker takes part unless y is huge.
+    """
+    takes_part = takes_part & ~is_huge(pull, _group(pull), y, state)
+    state = state._replace(pending=pending(pull, x, y, takes_part))
+    return placed(pull, state, to_host)
+
+
 def placed(pull: Pull, state: PullState, to: Callable[[Tree], Tree]) -> PullState:
     """Moves the state `to_host` for the time between exchanges, or `to_device` for one."""
     if pull.memory == "device":
@@ -398,7 +417,8 @@ def send(
     """
     state = placed(pull, state, to_device)
     group = _group(pull, channel)
-    huge = is_huge(pull, group, y, state)
+    # Beside a gradient the message would wait for this test; see `recorded`.
+    huge = jnp.asarray(False) if group.is_delayed else is_huge(pull, group, y, state)
     counts = takes_part
     takes_part = takes_part & ~huge & ~state.missed
     if pull.verify:
@@ -455,7 +475,7 @@ def is_huge(pull: Pull, group: Group, y: Tree, state: PullState) -> Array:
 
     y: the leaves of the pull's part.
     """
-    fits = pull.rule.summable(group, y, state)
+    fits = pull.rule.summable(group, y, placed(pull, state, to_device))
     if fits is True:
         return jnp.asarray(False)
     return ~fits & trees.all_finite(y)
@@ -472,9 +492,11 @@ def arrived(
       state: the pull's state.
       is_finite, t: see `land`.
     """
-    on_device = placed(pull, state, to_device)
-    pending: Any = on_device.pending
-    target = pending.target(is_huge(pull, _group(pull), y, on_device))
+    pending: Any = placed(pull, state, to_device).pending
+    # An anchor follows from the message, for which the gradient would wait in a test of it.
+    adds_up = pull.rule.summable is not always
+    fits = fits_in_sums(_group(pull), y, state) if adds_up else True
+    target = pending.target(~jnp.asarray(fits) & trees.all_finite(y))
     is_whole = trees.all_finite(target.z) & jnp.isfinite(pull.weight(t))
     is_dropped = is_finite & target.found & ~is_whole
     return target, _counted(state, is_dropped, target.found & is_whole)

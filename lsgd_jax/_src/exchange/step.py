@@ -260,10 +260,9 @@ class Step:
         states: PullState,
     ) -> PullState:
         """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
-        pull, state = turn.pull, turn.take(states)
+        state = turn.take(states)
         y = own.packing.unpack(own.position(us))
-        pending = kernel.pending(pull, own.x, y, takes_part)
-        after = kernel.placed(pull, state._replace(pending=pending), to_host)
+        after = kernel.recorded(turn.pull, own.x, y, state, takes_part)
         return turn.put(states, state, after)
 
 
