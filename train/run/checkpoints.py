@@ -30,7 +30,7 @@ BARRIER_S = 300  # timeout of a process that waits for another one to write its 
 FAILURES = (OSError, ValueError, RuntimeError)  # exceptions that Orbax raises
 NOTES = "notes/metadata"  # the file with the notes of a checkpoint
 # Of exchanges, since 0.3
-NEW_COUNTERS = ("dropped", "dropped_in_a_row", "missed", "stage")
+NEW_COUNTERS = ("dropped", "dropped_in_a_row", "missed", "stage", "takes_part")
 TESTED = "tested.json"  # the result of a test that ended after the checkpoint
 MODEL = "model"  # the item of a checkpoint that holds the center
 

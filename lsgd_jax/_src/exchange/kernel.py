@@ -37,14 +37,7 @@ from lsgd_jax._src.checks import (
 from lsgd_jax._src.exchange import parts
 from lsgd_jax._src.exchange.agreement import Agreement, common_start, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
-from lsgd_jax._src.exchange.rule import (
-    NO_EXTRAS,
-    Extras,
-    Rule,
-    always,
-    fits_in_sums,
-    silent,
-)
+from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.exchange.transaction import committed, committed_by_element
 from lsgd_jax._src.shared import is_shared
@@ -211,18 +204,21 @@ class Pending(NamedTuple):
     Attributes:
       z: y at the agreement if `stage` is `RECORDED`, the target if it is `AGREED`; a tree
         like the part, in float32 or wider.
-      found: bool scalar: whether this worker takes part if `stage` is `RECORDED`, whether
-        there is a target if it is `AGREED`.
+      found: bool scalar, whether there is a target if `stage` is `AGREED`.
       x: the parameters before the step of the agreement if the rule reads them, a tree
         like the part; otherwise ().
       stage: int32 scalar, `IDLE`, `RECORDED` or `AGREED`. A run that resumes with another
         period or delay may come to a landing or a departure in any stage.
+      takes_part: bool scalar, whether this worker takes part in the agreement. It is a
+        scalar of its own, because XLA for GPUs would let a message wait that depends on
+        several.
     """
 
     z: Tree
     found: Array
     x: Tree | tuple[()]
     stage: Array
+    takes_part: Array
 
     def target(self, is_huge: Array) -> Target:
         """The target to land on: none unless the group has agreed on one."""
@@ -244,8 +240,8 @@ class PullState(NamedTuple):
       agreement: an `Agreement` if the pull has `verify`, otherwise ().
       dropped_in_a_row: int32 scalar, how many exchanges have been dropped since the last
         one with a target; per worker.
-      missed: bool scalar, whether this worker took the whole target when it was huge: x + u
-        has missed it by a rounding of x, so it takes the next one whole, too; per worker.
+      missed: int32 scalar, how many more targets this worker takes whole: when it was huge,
+        x + u has missed the target by a rounding of x; per worker.
     """
 
     rule: Any
@@ -256,14 +252,16 @@ class PullState(NamedTuple):
     wire: Any = ()
     agreement: Any = ()
     dropped_in_a_row: Any = 0
-    missed: Any = False
+    missed: Any = 0
 
     def __lsgd_resized__(self) -> "PullState":
         """For `resize`: discards a message in flight, which belongs to the old workers."""
         if not self.pending:
             return self
         idle = jnp.full_like(self.pending.stage, IDLE)
-        return self._replace(pending=self.pending._replace(stage=idle))
+        nothing = jnp.zeros_like(self.pending.takes_part)
+        pending = self.pending._replace(stage=idle, takes_part=nothing)
+        return self._replace(pending=pending)
 
 
 def init(pull: Pull, params: Tree) -> PullState:
@@ -283,7 +281,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         else (),
         agreement=Agreement.start() if pull.verify else (),
         dropped_in_a_row=jnp.zeros([], jnp.int32),
-        missed=jnp.asarray(False),
+        missed=jnp.zeros([], jnp.int32),
     )
     return placed(pull, state, to_host)
 
@@ -293,7 +291,8 @@ def pending(
 ) -> Pending:
     """Returns the operands of a delayed agreement; `send_pending` reads them."""
     x = x if pull.rule.reads_x else ()
-    return Pending(trees.widened(y), takes_part, x, jnp.int32(stage))
+    nothing = jnp.asarray(False)
+    return Pending(trees.widened(y), nothing, x, jnp.int32(stage), takes_part)
 
 
 def recorded(
@@ -303,8 +302,13 @@ def recorded(
 
     takes_part: bool scalar, whether this worker takes part unless y is huge.
     """
-    takes_part = takes_part & ~is_huge(pull, _group(pull), y, state)
-    state = state._replace(pending=pending(pull, x, y, takes_part))
+    huge = is_huge(pull, _group(pull), y, state)
+    # It takes this target whole, and the next one, since it may miss this one.
+    takes_part = takes_part & ~huge & (state.missed == 0)
+    state = state._replace(
+        pending=pending(pull, x, y, takes_part),
+        missed=jnp.where(huge, 2, state.missed),
+    )
     return placed(pull, state, to_host)
 
 
@@ -418,9 +422,11 @@ def send(
     state = placed(pull, state, to_device)
     group = _group(pull, channel)
     # Beside a gradient the message would wait for this test; see `recorded`.
-    huge = jnp.asarray(False) if group.is_delayed else is_huge(pull, group, y, state)
+    huge = jnp.asarray(False)
     counts = takes_part
-    takes_part = takes_part & ~huge & ~state.missed
+    if not group.is_delayed:
+        huge = is_huge(pull, group, y, state)
+        takes_part = takes_part & ~huge & (state.missed == 0)
     if pull.verify:
         state = verified(group, state)
         # Its y was computed from values that differ, so it must not enter the target.
@@ -482,21 +488,19 @@ def is_huge(pull: Pull, group: Group, y: Tree, state: PullState) -> Array:
 
 
 def arrived(
-    pull: Pull, y: Tree, state: PullState, is_finite: Array, t: Array
+    pull: Pull, state: PullState, is_finite: Array, t: Array
 ) -> tuple[Target, PullState]:
     """Returns the target of a delayed pull, and counts it if it is dropped.
 
     Args:
       pull: a pull with a delay.
-      y: the leaves of the pull's part, which have moved since the agreement.
       state: the pull's state.
       is_finite, t: see `land`.
     """
     pending: Any = placed(pull, state, to_device).pending
-    # An anchor follows from the message, for which the gradient would wait in a test of it.
-    adds_up = pull.rule.summable is not always
-    fits = fits_in_sums(_group(pull), y, state) if adds_up else True
-    target = pending.target(~jnp.asarray(fits) & trees.all_finite(y))
+    # No test of y or of an anchor: the gradient would wait for it. A worker that was huge
+    # when the message was recorded takes the target whole, see `recorded`.
+    target = pending.target(jnp.asarray(False))
     is_whole = trees.all_finite(target.z) & jnp.isfinite(pull.weight(t))
     is_dropped = is_finite & target.found & ~is_whole
     return target, _counted(state, is_dropped, target.found & is_whole)
@@ -536,12 +540,12 @@ def send_pending(
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
     waits = kept.stage == RECORDED
-    takes_part = kept.found & waits
-    target, state, bytes_sent = send(pull, None, x, y, state, takes_part, t, round)
+    target, state, bytes_sent = send(pull, None, x, y, state, kept.takes_part, t, round)
     arrived = kept._replace(
         z=trees.widened(target.z),
         found=target.found & waits,
         stage=jnp.full_like(kept.stage, AGREED),
+        takes_part=jnp.zeros_like(kept.takes_part),
     )
     return placed(pull, state._replace(pending=arrived), to_host), bytes_sent
 
@@ -584,7 +588,7 @@ def land(
       (u, state, restored). restored: whether the worker took the whole target because it
       was not finite.
     """
-    takes_part = is_finite & ~target.is_huge & ~state.missed
+    takes_part = is_finite & ~target.is_huge & (state.missed == 0)
     keeps = takes_part
     if pull.verify:
         # Such a worker takes the whole target, but it is finite and does not count as
@@ -595,7 +599,8 @@ def land(
     u = move(x, u, target.z, weight, found, keeps)
     restored = found & ~takes_part
     # Without an x, u is y itself and the target is reached exactly.
-    missed = jnp.asarray(False) if x is None else target.is_huge
+    again = target.is_huge & (x is not None)
+    missed = jnp.where(again, 1, jnp.maximum(state.missed - 1, 0))
     state = state._replace(
         restored=state.restored + restored.astype(jnp.int32),
         missed=jnp.where(found, missed, state.missed),

@@ -237,10 +237,10 @@ class Step:
         pull = turn.pull
         before = turn.take(states)
         state = before
-        y = own.packing.unpack(own.position(us))
         if pull.delay:
-            target, state = kernel.arrived(pull, y, state, takes_part, self._common)
+            target, state = kernel.arrived(pull, state, takes_part, self._common)
         else:
+            y = own.packing.unpack(own.position(us))
             round = self._turns[k].round
             target, state, self._sent[k] = kernel.send(
                 pull, None, own.x, y, state, takes_part, self._common, round

@@ -232,7 +232,7 @@ def test_resize_discards_messages_in_flight():
     x = np.array([[0.0], [8.0]], np.float32)
     _, state = train(tx, pair(), x, [0 * x], [[1.0, 2.0]])
     pending = state.pulls[0].pending
-    assert pending.found.all() and pending.z.tolist() == x.tolist()
+    assert pending.takes_part.all() and pending.z.tolist() == x.tolist()
     assert pending.stage.tolist() == [RECORDED] * 2
     resized = lj.resize(state, [1, 1, 0]).pulls[0].pending
     assert resized.stage.tolist() == [IDLE] * 3
