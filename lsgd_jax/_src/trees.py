@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from lsgd_jax._src.complex_leaves import is_complex, is_pair, joined, pair
 from lsgd_jax._src.explicit import as_automatic, with_automatic_axes
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
+from lsgd_jax._src.shared import Shared
 
 
 Tree = Any  # a pytree of arrays
@@ -95,6 +96,15 @@ def structure_of(fn: Callable[[], Tree]) -> Any:
 
     jax.eval_shape(traced)
     return structure
+
+
+def in_common(tree: Tree) -> Tree:
+    """The tree with an empty node in place of all that no `Shared` holds."""
+
+    def keep(node: Any) -> Any:
+        return node if isinstance(node, Shared) else optax.MaskedNode()
+
+    return jax.tree.map(keep, tree, is_leaf=lambda node: isinstance(node, Shared))
 
 
 def is_same(tree: Tree, other: Tree) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -108,7 +107,7 @@ def aggregate(
             group = Group(axes)
             finite = trees.all_finite(g) & fits_in_sums(group, g, ())
             total, own = rule(group, g, own, finite)
-            total = jax.tree.map(lambda a, g: a.astype(g.dtype), total, g)
+            total = optax.tree.cast_like(total, g)
             return total, own, traffic.sent(group.bytes_sent), ~finite
 
         def keep(g, own, traffic):

@@ -253,9 +253,8 @@ def names(state: Any) -> tuple[str, ...]:
 
 def _promised(state: Any) -> Promised:
     """The part of a pull's state that must be bit-identical in the group."""
-    keep = lambda node: node if isinstance(node, Shared) else optax.MaskedNode()
-    rule = jax.tree.map(keep, state.rule, is_leaf=lambda node: isinstance(node, Shared))
-    return Promised(rule, getattr(state.wire, "reference", None), state.agreement.target)
+    reference = getattr(state.wire, "reference", None)
+    return Promised(trees.in_common(state.rule), reference, state.agreement.target)
 
 
 def _with_promised(state: Any, held: Promised) -> Any:

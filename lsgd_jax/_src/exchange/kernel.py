@@ -220,9 +220,14 @@ class Pending(NamedTuple):
     stage: Array
     takes_part: Array
 
-    def target(self, is_huge: Array) -> Target:
-        """The target to land on: none unless the group has agreed on one."""
-        return Target(self.z, self.found & (self.stage == AGREED), is_huge)
+    @property
+    def target(self) -> Target:
+        """The target to land on: none unless the group has agreed on one.
+
+        Huge workers are known since the agreement, see `recorded`.
+        """
+        found = self.found & (self.stage == AGREED)
+        return Target(self.z, found, is_huge=jnp.asarray(False))
 
 
 class PullState(NamedTuple):
@@ -500,7 +505,7 @@ def arrived(
     pending: Any = placed(pull, state, to_device).pending
     # No test of y or of an anchor: the gradient would wait for it. A worker that was huge
     # when the message was recorded takes the target whole, see `recorded`.
-    target = pending.target(jnp.asarray(False))
+    target = pending.target
     is_whole = trees.all_finite(target.z) & jnp.isfinite(pull.weight(t))
     is_dropped = is_finite & target.found & ~is_whole
     return target, _counted(state, is_dropped, target.found & is_whole)
@@ -537,17 +542,17 @@ def send_pending(
     """
     kept: Any = placed(pull, state, to_device).pending
     # It was widened without loss, so this is the y of the agreement, bit for bit.
-    y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
+    y = optax.tree.cast_like(kept.z, like)
     x = kept.x if pull.rule.reads_x else y
     waits = kept.stage == RECORDED
     target, state, bytes_sent = send(pull, None, x, y, state, kept.takes_part, t, round)
-    arrived = kept._replace(
+    after = kept._replace(
         z=trees.widened(target.z),
         found=target.found & waits,
         stage=jnp.full_like(kept.stage, AGREED),
         takes_part=jnp.zeros_like(kept.takes_part),
     )
-    return placed(pull, state._replace(pending=arrived), to_host), bytes_sent
+    return placed(pull, state._replace(pending=after), to_host), bytes_sent
 
 
 def _in_the_form_of(before: Tree, after: Tree) -> Tree:

@@ -44,16 +44,19 @@ def committed(
     """
     commits = jnp.asarray(is_sound)
     if not is_tested:
-        commits &= trees.all_finite(_as_held(_in_common(*after), y))
+        reference = after[1].reference if after[1] else ()
+        of_group = {"rule": trees.in_common(after[0]), "wire": reference}
+        commits &= trees.all_finite(_as_held(of_group, y))
     keeps_own = _stays_finite(_own(before[0]), _own(after[0]))
-    has_target = ~found | trees.all_finite(_cast(z, y))
+    has_target = ~found | trees.all_finite(optax.tree.cast_like(z, y))
     commits_own = commits & keeps_own & has_target
 
     def chosen(old: Any, new: Any) -> Any:
-        if is_tested and isinstance(old, Shared):
+        if not _is_in_common(old):
+            return trees.where(commits_own, new, with_schedules_of(new, old))
+        if is_tested:
             return new
-        commit = commits if isinstance(old, Shared) else commits_own
-        return trees.where(commit, new, with_schedules_of(new, old))
+        return trees.where(commits, new, with_schedules_of(new, old))
 
     rule = jax.tree.map(chosen, before[0], after[0], is_leaf=_is_in_common)
     wire = before[1]
@@ -88,16 +91,6 @@ def _where_finite(old: Array, new: Array) -> Array:
     return lax.select(jnp.isfinite(new), new, old.astype(new.dtype))
 
 
-def _in_common(rule: Any, wire: Any) -> Tree:
-    """The states that are equal in the group; nothing in place of the others."""
-
-    def keep(node: Any) -> Any:
-        return node if _is_in_common(node) else optax.MaskedNode()
-
-    shared = jax.tree.map(keep, rule, is_leaf=_is_in_common)
-    return {"rule": shared, "wire": wire.reference if wire else ()}
-
-
 def _own(rule: Any) -> Tree:
     """The states of this worker alone; nothing in place of the others."""
 
@@ -122,7 +115,7 @@ def _as_held(states: Tree, y: Tree) -> Tree:
         return _is_in_common(node) and jax.tree.structure(node.value) == structure
 
     def held(node: Any) -> Any:
-        return Shared(_cast(node.value, y)) if is_like(node) else node
+        return Shared(optax.tree.cast_like(node.value, y)) if is_like(node) else node
 
     return jax.tree.map(held, states, is_leaf=is_like)
 
@@ -165,7 +158,3 @@ def _counts(node: Any) -> bool:
 def _is_injected(node: Any) -> bool:
     """Whether a node is a state of `optax.inject_hyperparams`."""
     return hasattr(node, "hyperparams")
-
-
-def _cast(tree: Tree, like: Tree) -> Tree:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

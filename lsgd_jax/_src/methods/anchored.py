@@ -154,7 +154,9 @@ def anchored(
             # The step is computed twice, to test it and to take it. Otherwise both versions
             # of the anchor and of the outer state would be alive until all are tested.
             steps = [stepped(*block) for block in blocks]
-            held = [_held(a, b) for (a, _), b in zip(steps, _blocks(y, layerwise))]
+            # Workers must be able to hold the anchor in their dtypes.
+            own = _blocks(y, layerwise)
+            held = [optax.tree.cast_like(a, b) for (a, _), b in zip(steps, own)]
             is_sound &= trees.all_finite((held, [after for _, after in steps]))
             blocks, is_sound = lax.optimization_barrier((blocks, is_sound))
         after = [moved(*of, is_sound) for of in zip(blocks, states, found)]
@@ -183,11 +185,6 @@ def anchored(
         summable=_squares_fit,
         commits=True,
     )
-
-
-def _held(anchor: Tree, y: Tree) -> Tree:
-    """The anchor in the dtypes of the workers, who must be able to hold it."""
-    return jax.tree.map(lambda a, y: a.astype(y.dtype), anchor, y)
 
 
 def _squares_fit(group: Group, y: Tree, state: Any) -> Array:
