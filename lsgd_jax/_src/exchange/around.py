@@ -108,7 +108,8 @@ class Around:
         results = self._step(state.state, *args, **named)
         given = [level for level in self._levels if level._result is not None]
         place = (given or self._levels)[0]._place(results, state.state)
-        after, own = at(results, place), []
+        after = at(results, place)
+        own = []
         for level, outer_state, phase in zip(self._levels, before, phases):
             loss = level._loss_of(results, place)
             params, outer_state = level._own.step(

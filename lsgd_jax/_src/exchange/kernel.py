@@ -447,8 +447,11 @@ def send(
         group.is_sound = jnp.isfinite(pull.weight(t))
 
     z, found, rule = pull.rule.agree(group, x, y, state.rule, takes_part, t)
+    wire_state = ()
+    if pull.is_narrow:
+        wire_state = group.kept
     before = state.rule, state.wire
-    after = _in_the_form_of(state.rule, rule), group.kept if pull.is_narrow else ()
+    after = _in_the_form_of(state.rule, rule), wire_state
     if group.is_delayed:
         # Whether all of the target is finite is asked when it lands, see `arrived`.
         rule, wire_state = committed_by_element(before, after, found)

@@ -147,8 +147,11 @@ def with_schedules_of(state: Any, other: Any) -> Any:
             return new._replace(inner_state=inner)
         return new if _counts(old) else old
 
-    is_leaf = lambda node: _counts(node) or _is_injected(node)
-    return jax.tree.map(pick, state, other, is_leaf=is_leaf)
+    return jax.tree.map(pick, state, other, is_leaf=_has_schedule)
+
+
+def _has_schedule(node: Any) -> bool:
+    return _counts(node) or _is_injected(node)
 
 
 def _counts(node: Any) -> bool:
