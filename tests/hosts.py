@@ -121,6 +121,9 @@ class Hosts:
             process.kill()
             process.wait()
         for name in self.names:
+            # The kernel would remove it some time after its namespace, and the next hosts
+            # have the same names.
+            _ip("link", "del", f"v{TAG}-{name}", check=False)
             _ip("netns", "del", self.namespace(name), check=False)
         _ip("link", "del", f"lsgd{TAG}", check=False)
 
