@@ -145,10 +145,16 @@ def step_towards(y: Tree, target: Tree, weight: ArrayLike) -> Tree:
 
 
 def where(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
-    """Applies `jnp.where` to every leaf, in the dtypes of `otherwise`."""
-    return jax.tree.map(
-        lambda a, b: jnp.where(condition, a.astype(b.dtype), b), tree, otherwise
-    )
+    """Applies `jnp.where` to every leaf, in the dtypes of `otherwise`.
+
+    A leaf that both trees hold is returned itself: asynchronous workers see by that which
+    leaves an exchange has left alone.
+    """
+
+    def chosen(a: Array, b: Array) -> Array:
+        return b if a is b else jnp.where(condition, a.astype(b.dtype), b)
+
+    return jax.tree.map(chosen, tree, otherwise)
 
 
 def column(row: Array, x: Array) -> Array:

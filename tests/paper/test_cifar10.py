@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 from paper import cifar10
+from train import compare
 from train.data import transforms
 from train.data.arrays import Dataset, Images
 from train.task import experiment, models
@@ -24,7 +25,8 @@ def made_up(monkeypatch):
     images = rng.integers(0, 256, size=(16, 32, 32, 3), dtype=np.uint8)
     some = Images(images, rng.integers(0, 10, size=16, dtype=np.int32))
     loaded = Dataset(train=some, test=some, num_classes=10), transforms.cifar10()
-    monkeypatch.setattr(experiment, "load_dataset", lambda config: loaded)
+    for module in compare, experiment:
+        monkeypatch.setattr(module, "load_dataset", lambda config: loaded)
     monkeypatch.setattr(models, "MODELS", MODELS | {"cnn7": tiny.Tiny})
 
 

@@ -223,7 +223,8 @@ def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name)
 
     found, programs, states = trained(make())
     expected, *_ = trained(make(memory="host"))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # Two programs, which XLA may round in two ways.
+    close(found, expected)
     assert sum(level.restored for level in found[2])[1] > 0
     assert programs <= 4 and len(states) == (3 if name == "unequal" else 1)
 

@@ -83,6 +83,7 @@ EVERY = [(kind, axes) for kind in ["coordinate_median", *KINDS] for axes in GROU
 FAST = [EVERY[0], ("krum", GROUPS[0])]
 
 
+@pytest.mark.filterwarnings("ignore:the workers of a node never meet")
 @pytest.mark.parametrize("kind, axes", mostly_slow(EVERY, fast=FAST))
 def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monkeypatch):
     """All members of a group get the same bits; those of the median are NumPy's."""
