@@ -27,6 +27,7 @@ from lsgd_jax._src.exchange.parts import Fragment as Fragment
 from lsgd_jax._src.exchange.parts import fragment as fragment
 from lsgd_jax._src.exchange.phases import Phase as Phase
 from lsgd_jax._src.exchange.resize import resize as resize
+from lsgd_jax._src.exchange.schedule import Periods as Periods
 from lsgd_jax._src.exchange.step import ExchangeState as ExchangeState
 from lsgd_jax._src.exchange.with_state import with_state as with_state
 from lsgd_jax._src.methods.anchored import AnchorState as AnchorState

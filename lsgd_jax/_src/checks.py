@@ -26,6 +26,12 @@ def check_positive_int(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a positive int, got {name}={value!r}")
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is an int of at least 0."""
+    if _int(value) < 0:
+        raise ValueError(f"`{name}` must be an int of at least 0, got {name}={value!r}")
+
+
 def check_fraction(name: str, value: Any) -> None:
     """Raises ValueError unless the value is a number in [0, 1], or traced."""
     if not _holds(lambda: 0 <= value <= 1, value):

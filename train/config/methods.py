@@ -247,7 +247,7 @@ class Method:
         found = self.asynchronous() if self.is_asynchronous else self.exchanges(1.0)
         pulls = getattr(getattr(found, "exchange", found), "pulls", ())
         if pulls:
-            return min((pull.agrees_at or pull.every) + pull.delay for pull in pulls)
+            return min(pull.schedule.first_landing() for pull in pulls)
         options = vars(self)
         periods = [options[name] for name in PERIODS if name in options]
         if periods:

@@ -394,11 +394,12 @@ def shares_of(
             f"method={method!r}; leave it out for a step without phases"
         )
     exchange = method.method if isinstance(method, Outer) else method
-    period = cycle_of(exchange.pulls, sizes)
+    begin = max((t for pull in exchange.pulls for t in pull.schedule.changes), default=0)
+    period = cycle_of(exchange.pulls, sizes, begin + 1)
     phases: dict[Any, float | None] = dict.fromkeys(method.phases(sizes))
     if period <= LONGEST:
         seen = collections.Counter(
-            method.phase(t, sizes) for t in range(period + 1, 2 * period + 1)
+            method.phase(begin + t, sizes) for t in range(period + 1, 2 * period + 1)
         )
         phases = {phase: seen[phase] / period for phase in phases}
     return phases

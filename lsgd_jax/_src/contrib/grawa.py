@@ -13,11 +13,12 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
-from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
+from lsgd_jax._src.checks import check_fraction, check_not_negative
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
+from lsgd_jax._src.exchange.schedule import Period, check_every
 from lsgd_jax._src.methods.blocks import leaf_norms, times
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, widened
@@ -149,7 +150,7 @@ def inverse_weights(norms: Array, power: float) -> Array:
 @takes_options()
 def grawa(
     pull: optax.ScalarOrSchedule = 0.1,
-    period: int = 256,
+    period: Period = 256,
     layerwise: bool = False,
     decay: float = 0.43046721,
     power: float = 1.0,
@@ -197,7 +198,7 @@ def grawa(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.contrib.grawa(pull=0.1, period=16))
     """
-    check_positive_int("period", period)
+    check_every("period", period)
     if not callable(pull):
         check_fraction("pull", pull)
     rule = gradient_weighted(layerwise, decay, power, axes)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
-from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
+from lsgd_jax._src.checks import check_fraction, check_not_negative
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
+from lsgd_jax._src.exchange.schedule import Period, check_every
 from lsgd_jax._src.methods.gossip import neighbors
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, matchings
@@ -34,7 +35,7 @@ class NoLoCoState(NamedTuple):
 @by_value
 @takes_options()
 def noloco(
-    period: int = 50,
+    period: Period = 50,
     alpha: float = 0.5,
     beta: float = 0.7,
     gamma: float = 0.7,
@@ -95,7 +96,7 @@ def noloco(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.adamw(1e-3), lj.contrib.noloco(period=50))
     """
-    check_positive_int("period", period)
+    check_every("period", period)
     check_fraction("alpha", alpha)
     check_not_negative("beta", beta)
     check_not_negative("gamma", gamma)

@@ -8,6 +8,7 @@ from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_not_negative
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
+from lsgd_jax._src.exchange.schedule import Period
 from lsgd_jax._src.methods.averaging import diloco
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.wire.top_k import Aggregate, TopK
@@ -16,7 +17,7 @@ from lsgd_jax._src.wire.top_k import Aggregate, TopK
 @by_value
 @takes_options(wire="it is top-k, as `density`, `chunk` and `bits` say")
 def sparse_diloco(
-    period: int = 30,
+    period: Period = 30,
     learning_rate: optax.ScalarOrSchedule = 1.0,
     density: float = 1 / 64,
     chunk: int = 4096,

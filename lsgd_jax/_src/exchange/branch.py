@@ -60,17 +60,6 @@ def _(size: int, batched: list[bool], count: Array) -> tuple[Array, bool]:
     return (count[0] if batched[0] else count), False
 
 
-def is_due(t: Any, every: int, at: Any) -> Any:
-    """Whether t ≡ at (mod every), one of `at` if it is an array.
-
-    It is the Python value True if every is 1.
-    """
-    if every == 1:
-        return True
-    due: Any = t % every == at
-    return due if isinstance(at, int) else due.any()
-
-
 def any_of(*conditions: Any) -> Any:
     """The logical or; a Python bool where the Python values among them decide."""
     if any(condition is True for condition in conditions):

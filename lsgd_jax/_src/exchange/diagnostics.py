@@ -12,7 +12,7 @@ from jax import Array
 from lsgd_jax._src.exchange import traffic
 from lsgd_jax._src.exchange.aggregate import AggregateState
 from lsgd_jax._src.exchange.agreement import names
-from lsgd_jax._src.exchange.rotation import each_of
+from lsgd_jax._src.exchange.fragments import each_of
 from lsgd_jax._src.exchange.step import ExchangeState
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.shared import WORKER_AXES

@@ -13,13 +13,12 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.complex_leaves import in_pairs
-from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange import fragments, kernel, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.noted import note
 from lsgd_jax._src.exchange.options import PullOptions, with_options
-from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, Sizes, all_phases, phase_at
+from lsgd_jax._src.exchange.phases import QUIET, Known, Phase, Sizes, all_phases, phase_at
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
-from lsgd_jax._src.exchange.rotation import Pulls
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule
 from lsgd_jax._src.exchange.step import ExchangeState, Step
 from lsgd_jax._src.explicit import with_automatic_axes
@@ -33,7 +32,7 @@ NO_PARAMS = "an exchange needs the parameters: call `tx.update(grads, state, par
 class InPhases(ByValue):
     """A method that pulls: what it does at each step is known before the step is traced."""
 
-    pulls: Pulls = Pulls()
+    pulls: tuple[Pull, ...] = ()
 
     def phase(self, step: int, sizes: Sizes | None = None) -> Phase:
         """Returns what the pulls do at this step, counted from 1; for host loops.
@@ -140,7 +139,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
     [0.0, 0.0]
     [0.0, -4.0]
     """
-    pulls = Pulls(with_options([*itertools.chain(*map(_pulls_of, given))], options))
+    pulls = tuple(with_options([*itertools.chain(*map(_pulls_of, given))], options))
     is_strict = any(getattr(each, "check", "due") == "every_step" for each in given)
     check = options.get("check", "every_step" if is_strict else "due")
 
@@ -153,7 +152,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             is_finite=jnp.asarray(True),
             misplaced=jnp.zeros([], jnp.int32),
             expected=unknown(x),
-            pulls=pulls.init(x),
+            pulls=fragments.init(pulls, x),
         )
         # A program may donate parameters and state together, so they share no buffers.
         return trees.with_own_buffers(state, params)
@@ -176,13 +175,13 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         updates, params = trees.arrays((updates, params))
         check_same_tree("updates", updates, params)
         loss, extras = loss_of(value, loss), extras_of(pulls, params, grad)
-        plan = Plan.of(pulls, due, phase)
-        note((pull.rule.axes for pull in pulls), params, plan.phase == QUIET)
+        known = Known.of(pulls, due, phase)
+        note((pull.rule.axes for pull in pulls), params, known.phase == QUIET)
         with naming_the_state(state, lambda: init(params)):
             x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
             # Before anything moves: x must be where the last step has left it.
             wrong = misplaced(state.expected, x)
-            at = Step(pulls, state, plan)
+            at = Step(pulls, state, known)
             states = at.depart(x, state.pulls, loss)
             u, states, counts, is_finite = kernel.local(
                 at.pulls, x, u, loss, states, state.is_finite, at.t, check, extras
@@ -191,7 +190,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             # Elements of u can be read only if u is an array of its own. On a quiet step it
             # is fused with the optimizer and `apply_updates`, and reading it would cost a
             # pass.
-            is_fused = plan.phase == QUIET or not pulls
+            is_fused = known.phase == QUIET or not pulls
             return trees.refill(u, updates), after._replace(
                 # A step that is misplaced in both ways counts once.
                 misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),

@@ -28,16 +28,12 @@ from jax import Array, lax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import are_equal
-from lsgd_jax._src.checks import (
-    check_fraction,
-    check_option,
-    check_period,
-    check_positive_int,
-)
+from lsgd_jax._src.checks import check_fraction, check_option
 from lsgd_jax._src.exchange import parts
 from lsgd_jax._src.exchange.agreement import Agreement, common_start, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
+from lsgd_jax._src.exchange.schedule import Period, Schedule, check_schedule, taking_turns
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.exchange.transaction import committed, committed_by_element
 from lsgd_jax._src.shared import is_shared
@@ -63,14 +59,18 @@ class Pull:
       rule: computes the target z.
       strength: λ in [0, 1], or a schedule of t, which is clipped to [0, 1]. An exchange
         whose λ is nan is dropped.
-      every: the period in steps.
+      every: the period in steps, or `Periods`.
       offset: the step of the period on which the target is applied, 0 ≤ offset < every.
       delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
         A delayed pull keeps a copy of its part in the state.
+      after: the number of steps before the first period begins.
       part: the leaves to exchange: a function from a leaf's path ('layers/0/kernel') to
         bool, a list of paths (['head'] includes everything below it), a tree of bools like
         the parameters, or a `fragment`. Defaults to all leaves. Other leaves are frozen:
         they cost no bytes and no state.
+      fragments: number of fragments of the part that take turns, F; must divide the period.
+        Fragment i acts (i + 1) τ / F steps later, with a state of its own.
+      scan_axis: where fragments cut leaves, see `fragment`.
       wire: the format in which parameters travel: 'float32' (unchanged), 'bfloat16',
         'int8', 'int4', the last three also with '-stochastic' for stochastic rounding, or a
         `Wire` or a `TopK`. In all but 'float32' the state includes what the rule's
@@ -94,13 +94,16 @@ class Pull:
 
     rule: Rule
     strength: optax.ScalarOrSchedule
-    every: int = 1
+    every: Period = 1
     offset: int = 0
     delay: int = 0
     part: parts.Part | None = None
     wire: Wire | TopK | WireFormat = "float32"
     memory: Memory = "device"
     verify: bool = False
+    after: int = 0
+    fragments: int = 1
+    scan_axis: parts.ScanAxis | None = None
 
     def __post_init__(self):
         if not isinstance(self.rule, Rule):
@@ -110,10 +113,10 @@ class Pull:
             )
         if not callable(self.strength):
             check_fraction("strength", self.strength)
-        check_positive_int("every", self.every)
-        check_period("offset", self.offset, self.every)
-        check_period("delay", self.delay, self.every)
+        check_schedule(self.every, self.offset, self.delay, self.after)
         parts.check_part(self.part)
+        if self.fragments != 1:
+            parts.check_cut(self.every, self.fragments, self.part, self.scan_axis)
         check_option("memory", self.memory, get_args(Memory))
         if not isinstance(self.verify, bool):
             raise ValueError(f"`verify` must be a bool, got verify={self.verify!r}")
@@ -144,18 +147,30 @@ class Pull:
         return Wire.of(self.wire).is_narrow
 
     @property
-    def agrees_at(self) -> int:
-        """The step of the period whose y the agreement is about."""
-        return (self.offset - self.delay) % self.every
+    def schedule(self) -> Schedule:
+        """When it agrees, sends and lands."""
+        offsets = taking_turns(self.every, self.offset, self.fragments)
+        return Schedule(self.every, offsets, self.delay, self.after)
 
     @property
-    def sends_at(self) -> int:
-        """The step of the period on which it communicates: the next one with a delay."""
-        return (self.agrees_at + (self.delay > 0)) % self.every
+    def each(self) -> tuple["Pull", ...]:
+        """The pulls of its fragments."""
+        if self.fragments == 1:
+            return (self,)
+        return tuple(map(self.fragment, range(self.fragments)))
 
-    def exchange_number(self, t: Any) -> Any:
-        """The number of the exchange whose agreement is about step t, 1, 2, …."""
-        return -(-t // self.every)
+    def fragment(self, index: Any) -> "Pull":
+        """The pull of a fragment, at an offset of 0 if its index is an array.
+
+        index: None stands for all of them together.
+        """
+        part = self.part
+        if index is not None:
+            part = parts.Fragment(index, self.fragments, part, self.scan_axis)
+        offset = self.schedule.offsets[index] if isinstance(index, int) else 0
+        return dataclasses.replace(
+            self, part=part, offset=offset, fragments=1, scan_axis=None
+        )
 
     def weight(self, t: Array) -> Any:
         """λ(t), clipped to [0, 1] so that no pull overshoots its target."""
@@ -280,7 +295,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         pending=pending(pull, part, part, jnp.asarray(False), IDLE) if pull.delay else (),
         restored=jnp.zeros([], jnp.int32),
         dropped=jnp.zeros([], jnp.int32),
-        traffic=Traffic.zero(axes, pull.every, pull.sends_at),
+        traffic=Traffic.zero(axes, *pull.schedule.communicates(1)),
         wire=WireState.start(pull.rule.keeps or (), group, part, common_start)
         if pull.is_narrow
         else (),
@@ -389,7 +404,7 @@ def step_rules(
             if not trees.is_same(after, mine):
                 u = parts.put_back(pull.part, after, u)
         # A loaded checkpoint may be on the device, and of a pull with another period.
-        traffic = state.traffic.of(pull.every, pull.sends_at)
+        traffic = state.traffic.of(*pull.schedule.communicates(t))
         state = state._replace(rule=rule_state, traffic=traffic)
         stepped.append(placed(pull, state, to_host))
         counts.append(has_loss & finite)
@@ -441,7 +456,7 @@ def send(
         sent = group.bytes_sent
         group = EncodedGroup(group.axes, channel, wire, state.wire, t, sent)
         group.is_delayed = _is_delayed(pull, group)
-    group.exchange_number = pull.exchange_number(t)
+    group.exchange_number = pull.schedule.number(t)
     group.round = round
     if not group.is_delayed:
         group.is_sound = jnp.isfinite(pull.weight(t))

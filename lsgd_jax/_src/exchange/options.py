@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 from lsgd_jax._src.checks import check_option
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.memory import Memory
-from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis, in_fragments
+from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis
 from lsgd_jax._src.wire.top_k import TopK
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
@@ -29,6 +29,8 @@ class PullOptions(TypedDict, total=False):
       delay: steps between the agreement and the pull, less than τ. The message travels
         meanwhile; a copy of the parameters is kept. With a delay of τ / F or more the
         messages of several fragments are in flight.
+      after: the number of steps before the first period begins; until then the workers
+        train alone.
       part: the leaves to exchange, as for `Pull`. Defaults to all.
       scan_axis: the axis along which layers are stacked, of all leaves or by path.
         Fragments cut leaves there, see `fragment`. By default leaves are not cut.
@@ -41,6 +43,7 @@ class PullOptions(TypedDict, total=False):
     wire: Wire | TopK | WireFormat
     fragments: int
     delay: int
+    after: int
     part: Part | None
     scan_axis: ScanAxis | None
     memory: Memory
@@ -52,6 +55,7 @@ DEFAULTS: Mapping[str, Any] = {
     "wire": "float32",
     "fragments": 1,
     "delay": 0,
+    "after": 0,
     "part": None,
     "scan_axis": None,
     "memory": "device",
@@ -91,9 +95,9 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     ...     pull = lj.Pull(lj.rules.robust_mean("trimmed_mean"), 1.0, every=period)
     ...     return lj.exchange(pull, **options)
     >>> list(inspect.signature(trimmed).parameters)[:4]
-    ['period', 'fragments', 'delay', 'part']
-    >>> [pull.offset for pull in trimmed(16, fragments=2).pulls]
-    [8, 0]
+    ['period', 'fragments', 'delay', 'after']
+    >>> [t for t in range(1, 33) if trimmed(16, fragments=2).is_due(t)]
+    [8, 16, 24, 32]
     >>> trimmed(wire="int8")
     Traceback (most recent call last):
     ValueError: `trimmed` takes no `wire`: a robust mean travels in float32
@@ -143,18 +147,22 @@ def with_options(pulls: Sequence[Pull], options: PullOptions) -> list[Pull]:
     if unknown := [name for name in given if name not in DEFAULTS]:
         raise TypeError(f"there is no option {unknown[0]!r}; see `PullOptions`")
     check_option("check", given.pop("check", "due"), typing.get_args(Check))
-    count, scan_axis = given.pop("fragments", 1), given.pop("scan_axis", None)
-    changed = [_changed(pull, given) for pull in pulls]
-    return [
-        fragment for pull in changed for fragment in in_fragments(pull, count, scan_axis)
-    ]
+    count = given.pop("fragments", 1)
+    scan_axis = given.pop("scan_axis", None)
+    if count != 1:
+        given |= {"fragments": count, "scan_axis": scan_axis}
+    return [_changed(pull, given) for pull in pulls]
 
 
 def _changed(pull: Pull, options: Mapping[str, Any]) -> Pull:
-    """The pull with options that need no more than its own fields."""
-    if isinstance(fragment := pull.part, Fragment):
-        if "part" in options:
-            options = {**options, "part": fragment._replace(part=options["part"])}
+    """The pull with options."""
+    if "fragments" in options and pull.fragments > 1:
+        raise ValueError(
+            f"`fragments` must be given once, got fragments={options['fragments']} for "
+            f"pulls that are in {pull.fragments} fragments"
+        )
+    if isinstance(pull.part, Fragment) and "part" in options:
+        options = {**options, "part": pull.part._replace(part=options["part"])}
     return dataclasses.replace(pull, **options)
 
 

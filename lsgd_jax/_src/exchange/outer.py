@@ -17,7 +17,7 @@ from lsgd_jax._src.exchange import exchange as lock_step
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.exchange import Exchange, InPhases
 from lsgd_jax._src.exchange.noted import note
-from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan
+from lsgd_jax._src.exchange.phases import QUIET, Known, Phase
 from lsgd_jax._src.exchange.replicas import Rows
 from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.exchange.step import ExchangeState, Step
@@ -111,11 +111,11 @@ class Outer(InPhases):
         """
         params, loss = trees.arrays(params), lock_step.loss_of(value, loss)
         extras = lock_step.extras_of(self.pulls, params, grad)
-        plan = Plan.of(self.pulls, due, phase)
-        note((pull.rule.axes for pull in self.pulls), params, plan.phase == QUIET)
+        known = Known.of(self.pulls, due, phase)
+        note((pull.rule.axes for pull in self.pulls), params, known.phase == QUIET)
         run = self._from_before if self.remembers else self._from_here
         with lock_step.naming_the_state(state, lambda: self.init(params)):
-            after = functools.partial(run, plan=plan)
+            after = functools.partial(run, known=known)
             return self._of_one_worker(after, params, state, loss, extras)
 
     def _of_one_worker(self, fn: Callable[..., Tree], params: Tree, *args: Any) -> Tree:
@@ -131,7 +131,7 @@ class Outer(InPhases):
         return rows.run(fn, (params, *args), known)
 
     def _from_before(
-        self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, known: Known
     ) -> Any:
         """With x known, the step is that of `exchange` with u = y - x."""
         x, y, before = state.before, trees.floats(params), state.exchange
@@ -140,7 +140,7 @@ class Outer(InPhases):
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         # From here on the kernel cannot tell that the step was not one of optax.
         u = jax.tree.map(gap, x, y)
-        at = Step(self.pulls, before, plan)
+        at = Step(self.pulls, before, known)
         states = at.depart(y, before.pulls, loss)
         stepped, states, counts, is_finite = kernel.local(
             at.pulls,
@@ -160,11 +160,11 @@ class Outer(InPhases):
         return trees.refill(y, params), OuterState(after, y)
 
     def _from_here(
-        self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, known: Known
     ) -> Any:
         """With y alone, the rules' own steps start from x = y and u = 0."""
         before, y = state.exchange, trees.floats(params)
-        at = Step(self.pulls, before, plan)
+        at = Step(self.pulls, before, known)
         states, still = at.depart(y, before.pulls, loss), trees.zeros(y)
         u, states, counts = kernel.step_rules(
             at.pulls, y, still, loss, states, at.t, extras

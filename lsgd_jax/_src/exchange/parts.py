@@ -7,7 +7,6 @@ leaf for `jax.lax.scan`, a run begins and ends between layers. Leaves outside th
 floats are never exchanged.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -42,8 +41,8 @@ def fragment(
 
     Leaves are taken in the order of `jax.tree.leaves`, and every run has at least one leaf.
     Leaves with a scan axis are cut along it: layer 0 of all of them comes first, then layer
-    1. Pulls of all fragments, one after the other, share one state and their programs if
-    all leaves of the part have the axis and are cut into equal runs.
+    1. The fragments of a pull, see `Pull`, share one state and their programs if all leaves
+    of the part have the axis and are cut into equal runs.
 
     Args:
       index: the index of the run, in 0..count-1.
@@ -75,45 +74,26 @@ def fragment(
     return Fragment(index, count, part, scan_axis)
 
 
-def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> list[Any]:
-    """Cuts a pull into fragments that take turns: i of F at t ≡ (i + 1) τ / F (mod τ).
-
-    Args:
-      pull: the `Pull` of all of the part, at offset 0.
-      count: the number of fragments, F. With 1, the result is the pull itself.
-      scan_axis: see `fragment`.
-
-    Raises:
-      ValueError: fragments of a fragment, or that do not divide the period.
-
-    >>> import lsgd_jax as lj
-    >>> pull = lj.Pull(lj.rules.average("local"), 1.0, every=8)
-    >>> [(each.part.index, each.offset) for each in in_fragments(pull, 2)]
-    [(0, 4), (1, 0)]
-    """
+def check_cut(every: Any, count: Any, part: Part | None, scan_axis: Any) -> None:
+    """Raises ValueError unless a pull with this period and part can have fragments."""
     check_positive_int("fragments", count)
-    if count == 1:
-        return [pull]
-    if pull.every % count:
-        divisors = [n for n in range(1, pull.every + 1) if pull.every % n == 0]
+    if not isinstance(every, int):
+        raise ValueError(
+            "`fragments` must be 1 where the period changes, because they take turns in "
+            f"one period, got fragments={count} and a period of {every}"
+        )
+    if every % count:
+        divisors = [n for n in range(1, every + 1) if every % n == 0]
         raise ValueError(
             f"`fragments` must divide the period of every pull, got fragments={count} "
-            f"and a period of {pull.every}, which {', '.join(map(str, divisors))} divide"
+            f"and a period of {every}, which {', '.join(map(str, divisors))} divide"
         )
-    if isinstance(pull.part, Fragment):
+    if isinstance(part, Fragment):
         raise ValueError(
             f"`fragments` must be given once, got fragments={count} for pulls that are in "
-            f"{pull.part.count} fragments"
+            f"{part.count} fragments"
         )
-    turn = pull.every // count
-    return [
-        dataclasses.replace(
-            pull,
-            offset=(i + 1) * turn % pull.every,
-            part=fragment(i, count, pull.part, scan_axis),
-        )
-        for i in range(count)
-    ]
+    fragment(0, count, part, scan_axis)
 
 
 def check_part(part: Part | None) -> None:

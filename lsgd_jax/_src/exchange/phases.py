@@ -8,16 +8,17 @@ round, if it is told the sizes of the axes: then a program holds one round, not 
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._src.exchange.branch import any_of, is_due
+from lsgd_jax._src.exchange.branch import any_of
+from lsgd_jax._src.exchange.fragments import Slot, slots_of
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.parts import Fragment
-from lsgd_jax._src.exchange.rotation import Pulls, Rotation
+from lsgd_jax._src.exchange.schedule import Acts
 from lsgd_jax._src.shared import WORKER_AXES
 from lsgd_jax._src.wire.group import Group
 
@@ -26,11 +27,11 @@ Sizes = Mapping[str, int]  # of the axes of the workers
 
 
 class Phase(NamedTuple):
-    """The pulls of a method that act at a step, by their indices; hashable.
+    """The pulls of a method that act at a step, by their numbers; hashable.
 
-    Where `scan_axis` is an axis of all leaves of a part, its first fragment stands for all,
-    and the step count tells which of them it is. If they are not of equal shapes, the
-    program branches on it.
+    Each fragment has a number of its own. Where `scan_axis` is an axis of all leaves of a
+    part, one number stands for all of them, and the step count tells which of them it is.
+    If they are not of equal shapes, the program branches on it.
 
     Attributes:
       sends: the pulls that communicate: those with a delay at the start of the step, about
@@ -63,34 +64,7 @@ class Phase(NamedTuple):
 QUIET = Phase()
 
 
-class Turn(NamedTuple):
-    """Whether one pull sends, lands and records at a step: bools, or arrays of bool.
-
-    `round` is that of its graph, or None if the exchange is to find it.
-    """
-
-    sends: Any
-    lands: Any
-    records: Any
-    round: Any = None
-
-    @property
-    def arrives(self) -> Any:
-        """Whether the pull does anything after the worker's own step."""
-        return any_of(self.lands, self.records)
-
-    @classmethod
-    def at(cls, pull: Pull, t: Any) -> "Turn":
-        """Returns the turn of a pull at step t, an int or an array."""
-        lands = is_due(t, pull.every, pull.offset)
-        if not pull.delay:
-            return cls(lands, lands, False)
-        # Before the first step there is nothing to send.
-        sends = is_due(t, pull.every, pull.sends_at) & (t > 1)
-        return cls(sends, lands, is_due(t, pull.every, pull.agrees_at))
-
-
-def turns_of(pull: Pull, sizes: Sizes | None) -> tuple[int, ...]:
+def rounds_of(pull: Pull, sizes: Sizes | None) -> tuple[int, ...]:
     """The rounds that phases name, by exchange; () if they name none.
 
     A fragment's exchanges find theirs: a program for each fragment and round were too many.
@@ -98,18 +72,20 @@ def turns_of(pull: Pull, sizes: Sizes | None) -> tuple[int, ...]:
     Raises:
       ValueError: sizes without an axis of the pull.
     """
-    if sizes is None or isinstance(pull.part, Fragment):
+    if sizes is None or pull.fragments > 1 or isinstance(pull.part, Fragment):
         return ()
     alone = dict.fromkeys(WORKER_AXES, 1) if {*WORKER_AXES} & {*sizes} else {}
-    known, axes = {**alone, **sizes}, Group(pull.rule.axes).axes
-    if missing := [axis for axis in axes if axis not in known]:
+    known = {**alone, **sizes}
+    axes = Group(pull.rule.axes).axes
+    missing = [axis for axis in axes if axis not in known]
+    if missing:
         raise ValueError(
             f"`sizes` must have the axis {missing[0]!r} of the method, got {dict(sizes)}"
         )
     return pull.rule.turns(math.prod(known[axis] for axis in axes))
 
 
-def phase_at(pulls: Pulls, t: int, sizes: Sizes | None = None) -> Phase:
+def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase:
     """Returns the phase of step t.
 
     >>> import lsgd_jax as lj
@@ -119,52 +95,73 @@ def phase_at(pulls: Pulls, t: int, sizes: Sizes | None = None) -> Phase:
     >>> [str(phase_at(lj.sgp().pulls, t, {"node": 2, "local": 2})) for t in (1, 2, 3)]
     ['send 0, land 0, round 0', 'send 0, land 0, round 1', 'send 0, land 0, round 0']
     """
-    acts = [Turn.at(pull, t)[:3] for pull in pulls]
-    who = lambda row: tuple(sorted({pulls.firsts[k] for k, acts in enumerate(row) if acts}))
-    due = Phase(*map(who, zip(*acts)))
-    rounds = [_round_at(pulls[k], t, turns_of(pulls[k], sizes)) for k in due.sends]
-    is_open = all(r is None for r in rounds)
-    return due if is_open else due._replace(rounds=tuple(rounds))
+    sends, lands, records = [], [], []
+    rounds: list[int | None] = []
+    for slot in slots_of(pulls):
+        acts = slot.pull.schedule.at(t)
+        if acts.sends:
+            sends.append(slot.number)
+            rounds.append(_round_at(slot.pull, t, rounds_of(slot.pull, sizes)))
+        if acts.lands:
+            lands.append(slot.number)
+        if acts.records:
+            records.append(slot.number)
+    is_open = all(round is None for round in rounds)
+    known = () if is_open else tuple(rounds)
+    return Phase(tuple(sends), tuple(lands), tuple(records), known)
 
 
-def _round_at(pull: Pull, t: Any, turns: Sequence[int]) -> Any:
+def _round_at(pull: Pull, t: Any, rounds: Sequence[int]) -> Any:
     """The round of the message that is sent at step t; None if phases name none."""
-    if not turns:
+    if not rounds:
         return None
-    number = pull.exchange_number(t - (pull.delay > 0))
+    number = pull.schedule.number(t - (pull.delay > 0))
     if isinstance(t, int):
-        return turns[(number - 1) % len(turns)]
-    return jnp.asarray(turns)[(number - 1) % len(turns)]
+        return rounds[(number - 1) % len(rounds)]
+    return jnp.asarray(rounds)[(number - 1) % len(rounds)]
 
 
-def all_phases(pulls: Pulls, sizes: Sizes | None = None) -> tuple[Phase, ...]:
+def all_phases(pulls: Sequence[Pull], sizes: Sizes | None = None) -> tuple[Phase, ...]:
     """Returns the phases of all steps from the second on, the quiet one last.
 
     >>> import lsgd_jax as lj
     >>> [str(phase) for phase in all_phases(lj.lsgd(0.1, 0.1, 16, 64).pulls)]
     ['send 0, land 0', 'send 0+1, land 0+1', 'quiet']
     """
-    cycle = cycle_of(pulls, sizes)
-    steps = {
-        t
-        for pull in pulls
-        for at in (pull.offset, pull.sends_at, pull.agrees_at)
-        for t in range(at or pull.every, cycle + pull.every + 1, pull.every)
-        if t > 1
-    }
-    found = dict.fromkeys(phase_at(pulls, t, sizes) for t in sorted(steps))
-    is_quiet_between = len({t % cycle for t in steps}) < cycle
-    return (*found, *([QUIET] if is_quiet_between else []))
+    found: dict[Phase, None] = {}
+    for begin, steps in _stretches(pulls, sizes):
+        first = max(begin + 1, 2)
+        acting = {t for pull in pulls for t in pull.schedule.acting(first, begin + steps)}
+        found |= dict.fromkeys(phase_at(pulls, t, sizes) for t in sorted(acting))
+        if len(acting) < begin + steps + 1 - first:
+            found[QUIET] = None
+    loud = [phase for phase in found if phase != QUIET]
+    return (*loud, QUIET) if QUIET in found else tuple(loud)
 
 
-def cycle_of(pulls: Sequence[Pull], sizes: Sizes | None = None) -> int:
-    """Returns the number of steps after which the phases start over."""
-    rounds = lambda pull: max(1, len(turns_of(pull, sizes)))
-    return math.lcm(*(pull.every * rounds(pull) for pull in pulls))
+def _stretches(pulls: Sequence[Pull], sizes: Sizes | None) -> Iterator[tuple[int, int]]:
+    """Stretches (begin, steps) in which no period changes, as long as their phases differ.
+
+    The last one is long enough for phases that its first steps do not have yet.
+    """
+    begins = sorted({0, *(t for pull in pulls for t in pull.schedule.changes)})
+    for begin, end in zip(begins, [*begins[1:], math.inf]):
+        cycle = cycle_of(pulls, sizes, begin + 1)
+        longest = max((pull.schedule.current(begin + 1)[0] for pull in pulls), default=1)
+        yield begin, int(min(end - begin, cycle + longest))
 
 
-class Plan(NamedTuple):
-    """How a step learns what is due.
+def cycle_of(pulls: Sequence[Pull], sizes: Sizes | None = None, t: int = 1) -> int:
+    """Returns the number of steps after which the phases of around step t start over."""
+    periods = []
+    for pull in pulls:
+        every, _ = pull.schedule.current(t)
+        periods.append(every * max(1, len(rounds_of(pull, sizes))))
+    return math.lcm(*periods)
+
+
+class Known(NamedTuple):
+    """What a step knows of what is due, while it is traced.
 
     Attributes:
       phase: what is due, or None if the step count decides at run time.
@@ -175,8 +172,8 @@ class Plan(NamedTuple):
     skips: bool = True
 
     @classmethod
-    def of(cls, pulls: Sequence[Pull], due: Any, phase: Any) -> "Plan":
-        """Returns the plan that the arguments of `update` ask for.
+    def of(cls, pulls: Sequence[Pull], due: Any, phase: Any) -> "Known":
+        """Returns what the arguments of `update` say.
 
         Raises:
           ValueError: both arguments, a `due` that is no bool, a phase of another method.
@@ -189,6 +186,7 @@ class Plan(NamedTuple):
             raise ValueError(f"pass `due` or `phase`, got {due=}, {phase=}")
         if not isinstance(phase, Phase):
             raise ValueError(f"`phase` must be what `phase(step)` returned, got {phase=!r}")
+        count = slots_of(pulls)[-1].number + 1 if pulls else 0
         for k in itertools.chain(*phase[:3]):
             if not isinstance(k, int):
                 raise ValueError(
@@ -196,30 +194,29 @@ class Plan(NamedTuple):
                     "`Workers.map(step, static='phase')` or "
                     "`jax.jit(step, static_argnames='phase')`"
                 )
-            if k >= len(pulls):
+            if k >= count:
                 raise ValueError(
                     "`phase` must be that of this method, which has "
-                    f"{len(pulls)} pulls, got {phase=!s}"
+                    f"{count} pulls, got {phase=!s}"
                 )
         return cls(phase, True)
 
-    def turns(self, pulls: Pulls, slots: Mapping[int, Pull], t: Array) -> list[Turn]:
-        """Returns what each pull, or rotation of pulls, does at step t; see `slots`."""
-        if (phase := self.phase) is None:
-            return [Turn.at(pull, t) for pull in slots.values()]
-        first, (*who, rounds) = pulls.firsts, phase
-        round_of = dict(zip(phase.sends, rounds))
+    def acts(self, slots: Sequence[Slot], t: Array) -> list[Acts]:
+        """Returns what the pull of each slot does at step t."""
+        if self.phase is None:
+            return [slot.pull.schedule.at(t) for slot in slots]
+        *who, rounds = self.phase
+        round_of = dict(zip(self.phase.sends, rounds))
+        found = []
+        for slot in slots:
+            acts = Acts(*(slot.number in each for each in who))
+            if slot.shares:
+                due = slot.pull.schedule.at(t)
+                acts = Acts(*(act and is_due for act, is_due in zip(acts[:3], due)))
+            found.append(acts._replace(round=round_of.get(slot.number)))
+        return found
 
-        def turn(k: int, pull: Pull) -> Turn:
-            acts = [first[k] in each for each in who]
-            if first.count(first[k]) > 1 and not isinstance(pull, Rotation):
-                # Fragments that are not equal: the count decides which of them it is.
-                acts = [act and due for act, due in zip(acts, Turn.at(pull, t))]
-            return Turn(*acts, round=round_of.get(k))
-
-        return list(map(turn, slots.keys(), slots.values()))
-
-    def differs(self, pulls: Pulls, t: Array) -> Any:
+    def differs(self, pulls: Sequence[Pull], t: Array) -> Any:
         """Returns whether the phase is another one than that of step t.
 
         Raises:
@@ -228,17 +225,19 @@ class Plan(NamedTuple):
         if self.phase is None:
             return False
         differ: list[Any] = []
-        slots = pulls.slots(lambda *_: True)
-        for pull, turn in zip(slots.values(), self.turns(pulls, slots, t)):
-            differ += [act != due for act, due in zip(turn[:3], Turn.at(pull, t))]
-            if turn.round is not None:
-                turns = pull.rule.turns(Group(pull.rule.axes).size)
-                if turn.round not in turns:
-                    known = ", ".join(map(str, sorted({*turns}))) or "no rounds"
+        slots = slots_of(pulls)
+        for slot, acts in zip(slots, self.acts(slots, t)):
+            pull = slot.pull
+            due = pull.schedule.at(t)
+            differ += [act != is_due for act, is_due in zip(acts[:3], due)]
+            if acts.round is not None:
+                rounds = pull.rule.turns(Group(pull.rule.axes).size)
+                if acts.round not in rounds:
+                    known = ", ".join(map(str, sorted({*rounds}))) or "no rounds"
                     raise ValueError(
                         "`phase` must name a round of the graph of these workers, which "
                         f"has {known}, got phase={self.phase!s}: pass the sizes of their "
                         "axes to `phase(step, sizes)`"
                     )
-                differ.append(turn.round != _round_at(pull, t, turns))
+                differ.append(acts.round != _round_at(pull, t, rounds))
         return any_of(*differ)

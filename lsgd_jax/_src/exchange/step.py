@@ -7,7 +7,7 @@ A due step packs the parameters into a few buffers, and runs the pulls one after
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from jax import Array, lax
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.checks import check_step_count
-from lsgd_jax._src.exchange import kernel, parts, rotation
+from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
-from lsgd_jax._src.exchange.kernel import PullState
+from lsgd_jax._src.exchange.fragments import Acting, slots_of
+from lsgd_jax._src.exchange.kernel import Pull, PullState
 from lsgd_jax._src.exchange.memory import to_host
-from lsgd_jax._src.exchange.phases import Plan, Turn
-from lsgd_jax._src.exchange.rotation import InTurn, Pulls, PullStates, Rotation
+from lsgd_jax._src.exchange.phases import Known
+from lsgd_jax._src.exchange.schedule import Acts
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.packing import Packing
@@ -40,7 +41,7 @@ class ExchangeState(NamedTuple):
         left it; per worker.
       expected: float32 [k], the expected values of some elements of x; per worker; () in an
         `outer`.
-      pulls: the state of each pull, or of each `Rotation` of pulls.
+      pulls: the states of the pulls, of each fragment or of all fragments stacked.
     """
 
     count: Shared[Array]
@@ -56,26 +57,25 @@ class Step:
     Args:
       pulls: the pulls, in order.
       state: the state before the step.
-      plan: what is due.
+      known: what is known of what is due.
 
     Attributes:
-      pulls: for each state its pull or `Rotation`.
+      pulls: the pull of each state.
       t: int32 scalar, the number of this step, counted from 1.
     """
 
-    def __init__(self, pulls: Pulls, state: ExchangeState, plan: Plan):
+    def __init__(self, pulls: Sequence[Pull], state: ExchangeState, known: Known):
         count = state.count.value
         check_step_count(count)
         self.t = jnp.asarray(optax.safe_increment(count))
         # The same t for branches and what stands in them; see `unbatched`.
         self._common = jnp.asarray(optax.safe_increment(unbatched(count)))
-        slots = dict(enumerate(pulls))
-        is_one = [isinstance(each, PullStates) for each in state.pulls]
-        if any(is_one):
-            slots = pulls.slots(lambda i, _: is_one[i])
-        self._method, self._plan, self._state = pulls, plan, state
-        self.pulls = tuple(slots.values())
-        self._turns = plan.turns(pulls, slots, self._common)
+        self._method = pulls
+        self._known = known
+        self._state = state
+        self._slots = slots_of(pulls, state.pulls)
+        self.pulls = tuple(slot.pull for slot in self._slots)
+        self._acts = known.acts(self._slots, self._common)
         self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
 
     def depart(
@@ -95,7 +95,7 @@ class Step:
         def send(states: list[PullState]) -> list[PullState]:
             return [self._send_pending(k, x, state) for k, state in zip(delayed, states)]
 
-        due = any_of(*(self._turns[k].sends for k in delayed)) if self._plan.skips else True
+        due = any_of(*(self._acts[k].sends for k in delayed)) if self._known.skips else True
         # A loaded checkpoint may be on the device.
         kept = [kernel.placed(self.pulls[k], states[k], to_host) for k in delayed]
         with beside_a_gradient(loss):
@@ -104,17 +104,18 @@ class Step:
         return tuple(after.get(k, state) for k, state in enumerate(states))
 
     def _send_pending(self, k: int, x: Tree, state: PullState) -> PullState:
-        pull = self.pulls[k]
+        slot = self._slots[k]
 
         def send(states: PullState) -> PullState:
-            turn = rotation.turn_of(pull, pull.sends_at, self._common, x)
-            like, state = parts.select(turn.pull.part, x), turn.take(states)
+            acting = slot.acting(slot.pull.schedule.sending, self._common, x)
+            like = parts.select(acting.pull.part, x)
+            state = acting.take(states)
             after, self._sent[k] = kernel.send_pending(
-                turn.pull, like, state, self._common - 1, self._turns[k].round
+                acting.pull, like, state, self._common - 1, self._acts[k].round
             )
-            return turn.put(states, state, after)
+            return acting.put(states, state, after)
 
-        return cond(self._turns[k].sends, send, lambda state: state, state)
+        return cond(self._acts[k].sends, send, lambda state: state, state)
 
     def arrive(
         self,
@@ -137,8 +138,7 @@ class Step:
         """
         run = functools.partial(self._run, x, frame, counts, is_finite)
         keep = lambda u, states: (u, states, is_finite)
-        due = any_of(*(turn.arrives for turn in self._turns))
-        due = due if self._plan.skips else True
+        due = any_of(*(acts.arrives for acts in self._acts)) if self._known.skips else True
         u, states, is_finite = cond(due, run, keep, u, tuple(states))
         # The bytes of an exchange are known while tracing, also on steps that send nothing.
         states = tuple(
@@ -147,7 +147,7 @@ class Step:
             else each
             for k, each in enumerate(states)
         )
-        missed = self._plan.differs(self._method, self.t)
+        missed = self._known.differs(self._method, self.t)
         return u, self._state._replace(
             count=Shared(self.t),
             is_finite=is_finite,
@@ -164,39 +164,44 @@ class Step:
         u: Tree,
         states: Sequence[PullState],
     ) -> tuple[Tree, tuple[PullState, ...], Array]:
-        every, after = _Buffers.of(x, frame), []
+        every = _Buffers.of(x, frame)
+        after = []
         if frame is not None:
             # Otherwise XLA repeats the optimizer's step wherever u is read, and copies the
             # optimizer's state, whose old and new values are both alive then.
             u = lax.optimization_barrier(u)
-        us, not_restored = every.packing.pack(u), jnp.asarray(False)
+        us = every.packing.pack(u)
+        not_restored = jnp.asarray(False)
         is_finite &= every.all_finite(us)
-        for k, (pull, state) in enumerate(zip(self.pulls, states)):
-            for at, acts in self._acts(k):
-                turn = rotation.turn_of(pull, at, self._common, x)
-                if turn.fragment is not None:
+        for k, state in enumerate(states):
+            for index, acts in self._acts_after_the_step(k):
+                acting = self._slots[k].acting(index, self._common, x)
+                if acting.fragment is not None:
                     # A pull for each fragment has found this at the fragments before it.
-                    is_finite |= every.all_finite(us) & (turn.fragment > 0)
-                own, takes_part = every, counts[k] & is_finite
+                    is_finite |= every.all_finite(us) & (acting.fragment > 0)
+                own = every
+                takes_part = counts[k] & is_finite
                 if k and self._follows(k):
                     # Otherwise XLA fuses the pulls, and all their targets stay alive.
                     us = lax.optimization_barrier(us)
-                mine, part = us, turn.pull.part
+                mine = us
+                part = acting.pull.part
                 if part is not None:
                     # Packing again what was unpacked costs nothing: XLA joins the slices.
                     u = every.packing.unpack(us)
                     of_part = functools.partial(parts.select, part)
                     own = _Buffers.of(of_part(x), None if frame is None else of_part(frame))
                     mine = own.packing.pack(of_part(u))
-                land = functools.partial(self._land, k, turn, own, takes_part)
+                land = functools.partial(self._land, k, acting, own, takes_part)
                 keep = lambda us, states: (us, states, not_restored)
                 mine, state, restored = cond(acts.lands, land, keep, mine, state)
-                if pull.delay:
-                    record = functools.partial(self._record, turn, own, takes_part)
+                if acting.pull.delay:
+                    record = functools.partial(self._record, acting, own, takes_part)
                     keep = lambda us, states: states
                     state = cond(acts.records, record, keep, mine, state)
                 if part is None:
-                    us, is_finite = mine, is_finite | restored
+                    us = mine
+                    is_finite |= restored
                 else:
                     mine = parts.put_back(part, own.packing.unpack(mine), u)
                     us = every.packing.pack(mine)
@@ -206,42 +211,50 @@ class Step:
         u = every.packing.unpack(kernel.drop_non_finite_steps(every.xs, us), t=self._common)
         return u, tuple(after), is_finite
 
-    def _acts(self, k: int) -> list[tuple[Any, Turn]]:
-        """Returns what a pull does at this step, and the step of its period.
+    def _acts_after_the_step(self, k: int) -> list[tuple[Callable[[Any], Any], Acts]]:
+        """Returns what a pull does, and which fragment does it if they are stacked.
 
-        A rotation lands one fragment, and records another one.
+        One of them may land and another one record at the same step.
         """
-        pull, turn = self.pulls[k], self._turns[k]
-        if not isinstance(pull, Rotation):
-            return [(pull.offset, turn)]
-        lands = pull.offset, turn._replace(records=False)
-        records = pull.agrees_at, turn._replace(lands=False)
-        return [act for act in (lands, records) if act[1].arrives is not False]
+        acts = self._acts[k]
+        schedule = self.pulls[k].schedule
+        if not self._slots[k].is_stacked:
+            return [(schedule.landing, acts)]
+        lands = schedule.landing, acts._replace(records=False)
+        records = schedule.agreeing, acts._replace(lands=False)
+        return [(index, act) for index, act in (lands, records) if act.arrives is not False]
 
     def _follows(self, k: int) -> bool:
         """Whether it is known that a pull lands, and an earlier one on the same leaves."""
-        lands = lambda j: self._turns[j].lands is True
-        is_same = lambda j: are_equal(self.pulls[j].part, self.pulls[k].part)
-        return lands(k) and any(lands(j) and is_same(j) for j in range(k))
+
+        def lands(j: int) -> bool:
+            return self._acts[j].lands is True
+
+        def leaves(j: int) -> tuple[Any, ...]:
+            return self.pulls[j].part, self.pulls[j].fragments
+
+        return lands(k) and any(
+            lands(j) and are_equal(leaves(j), leaves(k)) for j in range(k)
+        )
 
     def _land(
         self,
         k: int,
-        turn: InTurn,
+        acting: Acting,
         own: "_Buffers",
         takes_part: Array,
         us: list[Array],
         states: PullState,
     ) -> tuple[list[Array], PullState, Array]:
         """`kernel.land`, after `kernel.send` if the pull has no delay."""
-        pull = turn.pull
-        before = turn.take(states)
+        pull = acting.pull
+        before = acting.take(states)
         state = before
         if pull.delay:
             target, state = kernel.arrived(pull, state, takes_part, self._common)
         else:
             y = own.packing.unpack(own.position(us))
-            round = self._turns[k].round
+            round = self._acts[k].round
             target, state, self._sent[k] = kernel.send(
                 pull, None, own.x, y, state, takes_part, self._common, round
             )
@@ -249,21 +262,21 @@ class Step:
         us, state, restored = kernel.land(
             pull, own.xs, us, target, state, takes_part, self._common
         )
-        return us, turn.put(states, before, state), restored
+        return us, acting.put(states, before, state), restored
 
     def _record(
         self,
-        turn: InTurn,
+        acting: Acting,
         own: "_Buffers",
         takes_part: Array,
         us: list[Array],
         states: PullState,
     ) -> PullState:
         """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
-        state = turn.take(states)
+        state = acting.take(states)
         y = own.packing.unpack(own.position(us))
-        after = kernel.recorded(turn.pull, own.x, y, state, takes_part)
-        return turn.put(states, state, after)
+        after = kernel.recorded(acting.pull, own.x, y, state, takes_part)
+        return acting.put(states, state, after)
 
 
 class _Buffers(NamedTuple):

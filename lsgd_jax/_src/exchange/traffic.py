@@ -23,7 +23,8 @@ class Traffic(NamedTuple):
       exchanges: int32 scalar, the number of exchanges so far.
       bytes_sent: int32 [2], bytes that each worker has sent: 2**30 times the first plus
         the second; bytes_each: likewise for one exchange, 0 before the first.
-      every, sends_at: int32 scalars; workers communicate at t ≡ sends_at (mod every).
+      every, sends_at: int32 scalars; workers communicate at t ≡ sends_at (mod every), as
+        long as the period is the same; [F] for fragments that are stacked.
       axes: the mesh axes of the group, as the keys of a dictionary without leaves.
     """
 
@@ -35,7 +36,7 @@ class Traffic(NamedTuple):
     axes: dict[str, None]
 
     @classmethod
-    def zero(cls, axes: Axes, every: int, sends_at: int) -> "Traffic":
+    def zero(cls, axes: Axes, every: Any, sends_at: Any) -> "Traffic":
         """Returns the counters before the first step."""
         names = (axes,) if isinstance(axes, str) else axes
         return cls(
@@ -47,15 +48,14 @@ class Traffic(NamedTuple):
             axes=dict.fromkeys(names),
         )
 
-    def of(self, every: int, sends_at: Any) -> "Traffic":
+    def of(self, every: Any, sends_at: Any) -> "Traffic":
         """Returns the counters of a pull whose period may have changed since `init`.
 
-        sends_at: an int, or int32 [F] for the pulls of a rotation.
+        every, sends_at: see `Schedule.communicates`.
         """
-        period = np.broadcast_to(np.int32(every), np.shape(sends_at))
-        return self._replace(
-            every=Shared(jnp.int32(period)), sends_at=Shared(jnp.int32(sends_at))
-        )
+        at = jnp.asarray(sends_at, jnp.int32)
+        period = jnp.broadcast_to(jnp.asarray(every, jnp.int32), at.shape)
+        return self._replace(every=Shared(period), sends_at=Shared(at))
 
     def sent(self, bytes_each: float) -> "Traffic":
         """Returns the counters after one more exchange of so many bytes."""

@@ -13,12 +13,12 @@ from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import (
     check_fraction,
     check_not_negative,
-    check_positive_int,
 )
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
+from lsgd_jax._src.exchange.schedule import Period, Schedule, check_every
 from lsgd_jax._src.methods.anchored import anchored
 from lsgd_jax._src.methods.guard import Guard
 from lsgd_jax._src.methods.merging import Merge
@@ -60,7 +60,7 @@ def average(axes: Axes = ("node", "local")) -> Rule:
 @by_value
 @takes_options()
 def local_sgd(
-    period: int = 16,
+    period: Period = 16,
     axes: Axes = ("node", "local"),
     **options: Unpack[PullOptions],
 ) -> Exchange:
@@ -92,14 +92,14 @@ def local_sgd(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.local_sgd(period=8))
     """
-    check_positive_int("period", period)
+    check_every("period", period)
     return exchange(Pull(average(axes), 1.0, every=period), **options)
 
 
 @by_value
 @takes_options()
 def diloco(
-    period: int = 64,
+    period: Period = 64,
     outer: optax.GradientTransformation | None = None,
     mixing: float = 0.0,
     axes: Axes = ("node", "local"),
@@ -157,7 +157,7 @@ def diloco(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.adamw(1e-3), lj.diloco(period=500))
     """
-    check_positive_int("period", period)
+    check_every("period", period)
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     check_fraction("mixing", mixing)
@@ -168,7 +168,7 @@ def diloco(
 @by_value
 @takes_options()
 def slowmo(
-    period: int = 16,
+    period: Period = 16,
     alpha: float = 1.0,
     beta: float = 0.5,
     learning_rate: optax.ScalarOrSchedule = 1.0,
@@ -212,14 +212,16 @@ def slowmo(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.slowmo(period=12, beta=0.6, learning_rate=0.1))
     """
-    check_positive_int("period", period)
+    check_every("period", period)
     check_fraction("beta", beta)
     check_not_negative("alpha", alpha)
     if not callable(learning_rate):
         check_not_negative("learning_rate", learning_rate)
 
+    schedule = Schedule(period, after=options.get("after", 0))
+
     def rate(exchanges: Array) -> Any:
-        return value_at(learning_rate, period * (exchanges + 1))
+        return value_at(learning_rate, schedule.end_of(exchanges + 1))
 
     outer = slow_momentum(rate, alpha, beta)
     rule = anchored(outer, axes, restart=restart)

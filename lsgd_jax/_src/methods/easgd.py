@@ -8,11 +8,12 @@ import optax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
-from lsgd_jax._src.checks import check_fraction, check_positive_int
+from lsgd_jax._src.checks import check_fraction
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Order, Rule, in_order
+from lsgd_jax._src.exchange.schedule import Period, check_every
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
 from lsgd_jax._src.wire.group import Group
@@ -77,7 +78,7 @@ def moving_center(
 @takes_options()
 def easgd(
     beta: optax.ScalarOrSchedule = 0.43,
-    period: int = 16,
+    period: Period = 16,
     order: Order = "adapt_then_combine",
     axes: Axes = ("node", "local"),
     **options: Unpack[PullOptions],
@@ -121,7 +122,7 @@ def easgd(
     """
     if not callable(beta):
         check_fraction("beta", beta)
-    check_positive_int("period", period)
+    check_every("period", period)
     alpha = lambda t: value_at(beta, t) / Group(axes).size
     rule = in_order(moving_center(alpha, axes=axes), order)
     return exchange(Pull(rule, alpha, every=period), **options)
@@ -130,7 +131,7 @@ def easgd(
 @by_value
 @takes_options()
 def downpour(
-    period: int = 16,
+    period: Period = 16,
     axes: Axes = ("node", "local"),
     **options: Unpack[PullOptions],
 ) -> Exchange:
@@ -163,6 +164,6 @@ def downpour(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.01), lj.downpour(period=4))
     """
-    check_positive_int("period", period)
+    check_every("period", period)
     rule = moving_center(1.0, renewed=True, axes=axes)
     return exchange(Pull(rule, 1.0, every=period), **options)

@@ -22,6 +22,7 @@ from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Order, Rule, always, fits_in_sums, in_order
+from lsgd_jax._src.exchange.schedule import Period, check_every, constant
 from lsgd_jax._src.methods.scores import recorded
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
@@ -138,8 +139,8 @@ def leader(
 def lsgd(
     local_pull: optax.ScalarOrSchedule = 0.1,
     global_pull: optax.ScalarOrSchedule = 0.1,
-    local_period: int = 64,
-    global_period: int = 128,
+    local_period: Period = 64,
+    global_period: Period = 128,
     loss_window: int = 10,
     order: Order = "adapt_then_combine",
     local_proximal: float = 0.0,
@@ -218,13 +219,17 @@ def lsgd(
     )
     pulls = []
     for name, group, strength, period, proximal in levels:
-        check_positive_int(f"{name}_period", period)
+        check_every(f"{name}_period", period)
         check_fraction(f"{name}_proximal", proximal)
         if not callable(strength):
             check_fraction(f"{name}_pull", strength)
         off = isinstance(strength, int | float) and strength == 0 and proximal == 0
+        per_step = 0.0
+        if proximal:
+            reason = "the proximal pull of a step is a share of the period"
+            per_step = proximal / constant(f"{name}_period", period, reason)
         if not off:
-            rule = leader(group, loss_window, proximal / period)
+            rule = leader(group, loss_window, per_step)
             rule = in_order(rule, order)
             pulls.append(Pull(rule, strength, every=period))
     return exchange(*pulls, **options)

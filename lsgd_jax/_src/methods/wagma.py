@@ -12,6 +12,7 @@ from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
+from lsgd_jax._src.exchange.schedule import Period, check_every
 from lsgd_jax._src.methods.averaging import average
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, mean_of, widened
@@ -101,7 +102,7 @@ def hops_of(group_size: int, workers: int) -> list[list[int]]:
 @takes_options()
 def wagma(
     group_size: int = 2,
-    sync_period: int = 10,
+    sync_period: Period = 10,
     axes: Axes = ("node", "local"),
     **options: Unpack[PullOptions],
 ) -> Exchange:
@@ -134,7 +135,7 @@ def wagma(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.wagma(group_size=2, sync_period=10))
     """
-    check_positive_int("sync_period", sync_period)
+    check_every("sync_period", sync_period)
     # Where both are due the first changes nothing: the mean of group means is the mean.
     groups = Pull(butterfly(group_size, axes), 1.0)
     everyone = Pull(average(axes), 1.0, every=sync_period)

@@ -233,7 +233,8 @@ def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name)
 @pytest.mark.parametrize("scan_axis", [0, {"layers": 0}], ids=["all", "by_path"])
 def test_fragments_of_stacked_layers_have_the_same_size(count, scan_axis):
     tree = jax.tree.map(jnp.asarray, transformer(stacked=True))
-    pulls = lj.diloco(count * 2, fragments=count, scan_axis=scan_axis).pulls
+    (whole,) = lj.diloco(count * 2, fragments=count, scan_axis=scan_axis).pulls
+    pulls = whole.each
     taken = [parts.select(pull.part, tree) for pull in pulls]
     sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in taken]
     whole = sum(x.size for x in jax.tree.leaves(tree))

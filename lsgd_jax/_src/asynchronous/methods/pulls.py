@@ -62,10 +62,11 @@ class Pulls:
                 f"got {self.exchange!r}"
             )
         for pull in self.exchange.pulls:
-            if self.budget and (pull.offset or pull.delay):
+            if self.budget and (pull.offset or pull.fragments > 1 or pull.delay):
                 raise ValueError(
-                    "pulls with a budget must have no offset and no delay, got "
-                    f"offset={pull.offset}, delay={pull.delay}"
+                    "pulls with a budget must have no offset, no fragments and no delay, "
+                    f"got offset={pull.offset}, fragments={pull.fragments}, "
+                    f"delay={pull.delay}"
                 )
             if "grad" in pull.rule.reads:
                 raise ValueError(
@@ -78,7 +79,8 @@ class Pulls:
         """Steps per worker between the rounds of a budget."""
         if not self.budget:
             return None
-        return math.gcd(*(pull.every for pull in self.exchange.pulls))
+        schedules = [pull.schedule for pull in self.exchange.pulls]
+        return math.gcd(*(steps for each in schedules for steps in each.intervals))
 
     def bind(self, worker: Worker, steps: int) -> "PullsWorker":
         """Returns these pulls in one worker."""
@@ -101,7 +103,8 @@ class PullsWorker(Driver):
         super().__init__(worker, ahead=False, steps=own_steps)
         # Asynchronous workers are never bit-identical, so there is nothing to verify.
         unverified = lambda pull: dataclasses.replace(pull, verify=False)
-        self._pulls = tuple(map(unverified, method.exchange.pulls))
+        each = (one for pull in method.exchange.pulls for one in pull.each)
+        self._pulls = tuple(map(unverified, each))
         self._period = method.period
         position = worker.transport.position
         self._everyone = list(range(position.workers))
@@ -128,8 +131,8 @@ class PullsWorker(Driver):
         """Sends and lands the pulls that are due by the worker's own count."""
         if self._period is None:
             t = self.worker.count
-            sends = [t % pull.every == pull.agrees_at for pull in self._pulls]
-            lands = [t % pull.every == pull.offset for pull in self._pulls]
+            sends = [pull.schedule.agrees(t) for pull in self._pulls]
+            lands = [pull.schedule.lands(t) for pull in self._pulls]
             await self._communicate(t, set(self._everyone), sends, lands)
 
     async def join(self, number: int) -> None:
@@ -146,7 +149,7 @@ class PullsWorker(Driver):
         if worker.index not in came:
             return
         taken = self.rounds * (self._period or 1)
-        due = [taken % pull.every == 0 for pull in self._pulls]
+        due = [pull.schedule.lands(taken) for pull in self._pulls]
         await self._communicate(number, set(came), due, due)
         worker.publish()
 
