@@ -33,7 +33,7 @@ from train.process import command
 from train.process.exit_status import STOPPED, SUCCESS
 from train.process.messages import plain
 from train.run import cli
-from train.task import inside
+from train.task import inside, schedules
 from train.task.asynchronous import Place
 from train.task.experiment import Task
 from train.task.state import TrainState
@@ -194,12 +194,13 @@ def compiled(
         after, loss = task.step(TrainState(*state), data, batch, phase)
         return (*after, loss)
 
+    rate = schedules.learning_rate(config.optimizer, config.steps)
     return lj.aot.report(
         workers,
         init,
         train_step,
         batch,
-        config.method.exchanges(1.0),
+        config.method.exchanges(rate, config.steps),
         pod=pod,
         specs=inside.specs(axes),
         bandwidth=bandwidth,

@@ -179,7 +179,8 @@ def method(config: Config) -> lj.asynchronous.Method:
     """
     chosen, optimizer = config.method, config.optimizer
     if chosen.is_asynchronous:
-        return chosen.asynchronous()
+        rate = schedules.learning_rate(optimizer, config.steps)
+        return chosen.asynchronous(rate, config.steps)
     if chosen.row.first is not None and chosen.name != "allreduce":
         raise ValueError(
             "`method` must not aggregate gradients other than by their mean (allreduce) "
@@ -200,7 +201,8 @@ def method(config: Config) -> lj.asynchronous.Method:
     every = {"independent": config.steps + 1, "allreduce": 1}.get(chosen.name)
     if every is not None:
         return lj.asynchronous.Pulls(lj.exchange(lj.Pull(lj.rules.average(), 1.0, every)))
-    exchange = chosen.exchanges(schedules.learning_rate(optimizer, config.steps))
+    rate = schedules.learning_rate(optimizer, config.steps)
+    exchange = chosen.exchanges(rate, config.steps)
     assert exchange is not None
     return lj.asynchronous.Pulls(exchange)
 

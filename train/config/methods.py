@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 import lsgd_jax as lj
+from train.config import periods
 from train.process.messages import meant, one_line
 
 
@@ -33,7 +34,7 @@ PACKED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 DEFAULTS = {"verify": True}
 
 # Options with the number of steps before a method's first exchange.
-PERIODS = "period", "local_period", "global_period", "local_steps"
+PERIODS = "period", "local_period", "global_period"
 
 # Topologies by their names on the command line.
 TOPOLOGIES = {
@@ -206,6 +207,7 @@ class Method:
         self,
         base: optax.GradientTransformation,
         learning_rate: optax.ScalarOrSchedule = 1.0,
+        steps: int | None = None,
     ) -> optax.GradientTransformationExtraArgs:
         """The chain of a base optimizer and this method, or `base` if it is asynchronous.
 
@@ -213,29 +215,38 @@ class Method:
           base: the base optimizer.
           learning_rate: the learning rate of `base`, a number or an optax schedule, which
             counts steps from 0.
+          steps: of the run, for a period that depends on the rate.
         """
-        made = lambda factory: [self._made(factory, learning_rate)] if factory else []
+        made = functools.partial(self._made, learning_rate=learning_rate, steps=steps)
         if self.row.around is not None:
-            base = self._made(self.row.around, learning_rate, base=base)
-        return optax.chain(*made(self.row.first), base, *made(self.row.last))
+            base = made(self.row.around, base=base)
+        first = [made(self.row.first)] if self.row.first else []
+        last = [made(self.row.last)] if self.row.last else []
+        return optax.chain(*first, base, *last)
 
-    def asynchronous(self) -> lj.asynchronous.Method:
-        """The method that an engine runs.
+    def asynchronous(
+        self,
+        learning_rate: optax.ScalarOrSchedule = 1.0,
+        steps: int | None = None,
+    ) -> lj.asynchronous.Method:
+        """The method that an engine runs. For arguments see `around`.
 
         Raises:
           ValueError: options are impossible, or do not apply to asynchronous workers.
         """
         assert self.row.asynchronous is not None
-        made = self._made(self.row.asynchronous, 1.0)
+        made = self._made(self.row.asynchronous, learning_rate, steps)
         if not isinstance(made, lj.Exchange):
             return made
         return lj.asynchronous.Pulls(made, window=getattr(self, "loss_window", 10))
 
-    def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
+    def exchanges(
+        self, learning_rate: optax.ScalarOrSchedule, steps: int | None = None
+    ) -> lj.Exchange | None:
         """The transformation chained after the base optimizer, or None."""
         if self.row.last is None:
             return None
-        return self._made(self.row.last, learning_rate)
+        return self._made(self.row.last, learning_rate, steps)
 
     def first_exchange(self) -> int | None:
         """The step whose exchange first changes the workers, or None if none ever does.
@@ -249,9 +260,9 @@ class Method:
         if pulls:
             return min(pull.schedule.first_landing() for pull in pulls)
         options = vars(self)
-        periods = [options[name] for name in PERIODS if name in options]
-        if periods:
-            return min(periods) // options.get("fragments", 1)
+        steps = [options[name] for name in (*PERIODS, "local_steps") if name in options]
+        if steps:
+            return min(steps) // options.get("fragments", 1)
         return None if found is None else 1
 
     def __reduce__(self) -> Any:
@@ -261,15 +272,19 @@ class Method:
         self,
         factory: Factory,
         learning_rate: optax.ScalarOrSchedule,
+        steps: int | None = None,
         **given: Any,
     ) -> Any:
-        row, options = self.row, vars(self)
+        row = self.row
+        options = vars(self)
         for name, parameter in inspect.signature(factory).parameters.items():
             option = row.renamed.get(name, name)
             if name in row.made:
-                given[name] = self._made(row.made[name], learning_rate)
+                given[name] = self._made(row.made[name], learning_rate, steps)
             elif _graph(row.defaults.get(name, parameter.default)):
                 given[name] = TOPOLOGIES[options[option]]
+            elif option in options and name in (*PERIODS, "sync_period"):
+                given[name] = periods.parse(options[option], learning_rate, steps)
             elif option in options:
                 given[name] = options[option]
             elif name in row.defaults:
@@ -317,6 +332,8 @@ def _kind(hint: Any, default: Any) -> Any:
     if _graph(default):
         return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
     parts = typing.get_args(hint)
+    if lj.Periods in parts:
+        return periods.PeriodText
     for part in (hint, *parts):
         if typing.get_origin(part) is Literal:
             return part

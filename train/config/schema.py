@@ -530,8 +530,10 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     own, ray, values = config.distributed, config.ray, fields(config)
     if {"method.local_period", "method.global_period"} <= values.keys():
         local = values["method.local_period"]
+        outer = values["method.global_period"]
         rule = f"at least method.local_period={local}"
-        yield "method.global_period", rule, local <= values["method.global_period"]
+        are_fixed = isinstance(local, int) and isinstance(outer, int)
+        yield "method.global_period", rule, not are_fixed or local <= outer
     if not config.method.is_asynchronous:
         if ray.processes is None:
             _check_left_out(sorted(RAY), "without ray.processes", values)

@@ -171,6 +171,11 @@ def without_exchanges(config: Config) -> str:
     )
 
 
+def _late_messages(method: lj.Exchange, phase: lj.Phase) -> int:
+    """The number of pulls with a delay whose messages leave in a phase."""
+    return sum(method.pull_of(number).delay > 0 for number in phase.sends)
+
+
 def flag_for_delay(run: Run, backend: str, environ: Mapping[str, str]) -> str:
     """Names the flag of XLA for GPUs with which delayed messages travel together, or ''.
 
@@ -183,13 +188,13 @@ def flag_for_delay(run: Run, backend: str, environ: Mapping[str, str]) -> str:
     method = getattr(run.experiment, "method", None)
     if backend != "gpu" or method is None:
         return ""
-    late = {i for i, pull in enumerate(method.pulls) if pull.delay}
+    late = [pull for pull in method.pulls if pull.delay]
     phases = method.phases(run.experiment.workers.sizes) if late else ()
-    sends = max((len(late.intersection(phase.sends)) for phase in phases), default=0)
+    sends = max((_late_messages(method, phase) for phase in phases), default=0)
     large = sum(x[0].size >= LARGE for x in jax.tree.leaves(run.state.params))
     fragments = getattr(run.config.method, "fragments", 1)
     messages = sends * (math.ceil(large / fragments) + 1)  # and one of all small leaves
-    if any(method.pulls[i].wire not in ("float32", "bfloat16") for i in late):
+    if any(pull.wire not in ("float32", "bfloat16") for pull in late):
         messages *= 2  # codes and their scales
     ((name, limit),) = lj.aot.overlap_options(messages).items()
     if messages < 2 or name in environ.get("XLA_FLAGS", ""):

@@ -19,7 +19,7 @@ from train.cluster import devices
 from train.cluster.session import Session
 from train.config.schema import Config
 from train.process import compilation_cache
-from train.task import inside
+from train.task import inside, schedules
 from train.task.datasets import load_dataset
 from train.task.experiment import BaseExperiment, Task
 from train.task.state import AsynchronousState, EngineState, TrainState
@@ -166,7 +166,8 @@ class AsynchronousExperiment(BaseExperiment):
     """
 
     def __init__(self, config: Config, *args: Any, **options: Any):
-        self.method = config.method.asynchronous()
+        rate = schedules.learning_rate(config.optimizer, config.steps)
+        self.method = config.method.asynchronous(rate, config.steps)
         super().__init__(config, *args, **options)
 
     def __str__(self) -> str:

@@ -35,7 +35,8 @@ REESTIMATE_BATCHES = 8  # per worker
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     """The base optimizer of a configuration, chained with the method."""
     rate = schedules.learning_rate(config.optimizer, config.steps)
-    return config.method.around(optimizers.make(config.optimizer, rate), rate)
+    base = optimizers.make(config.optimizer, rate)
+    return config.method.around(base, rate, config.steps)
 
 
 class Task:
@@ -311,7 +312,7 @@ class Experiment(BaseExperiment):
     def method(self) -> lj.Exchange | None:
         """The pulls at the end of the optimizer, or None if there are none."""
         rate = schedules.learning_rate(self._config.optimizer, self._config.steps)
-        return self._config.method.exchanges(rate)
+        return self._config.method.exchanges(rate, self._config.steps)
 
     def phase(self, step: int) -> lj.Phase | None:
         """The phase of a step, from 1; None if one program serves all steps."""

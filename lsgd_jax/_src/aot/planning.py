@@ -11,7 +11,6 @@ from lsgd_jax._src.aot import table
 from lsgd_jax._src.aot.collectives import FORWARD, ROUNDS, SMALL, Collective, exposed
 from lsgd_jax._src.aot.report import Program, Report, shares_of
 from lsgd_jax._src.exchange.exchange import Exchange
-from lsgd_jax._src.exchange.fragments import slots_of
 from lsgd_jax._src.exchange.outer import Outer
 from lsgd_jax._src.exchange.parts import Fragment
 from lsgd_jax._src.exchange.phases import Phase, Sizes
@@ -243,11 +242,9 @@ def _of_all_phases(
 
 def _kind(method: Exchange | Outer, phase: Phase) -> Hashable:
     """What two phases have in common that differ only in their fragment."""
-    pulls = (method.method if isinstance(method, Outer) else method).pulls
-    by_number = {slot.number: slot.pull for slot in slots_of(pulls)}
 
     def pull(k: int) -> Hashable:
-        each = by_number[k]
+        each = method.pull_of(k)
         is_fragment = isinstance(each.part, Fragment) or each.fragments > 1
         part = None if is_fragment else k
         return type(each.rule), each.rule.axes, each.every, part

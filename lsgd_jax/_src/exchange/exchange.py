@@ -53,6 +53,17 @@ class InPhases(ByValue):
         """Returns all phases from the second step on, in the order of their appearance."""
         return all_phases(self.pulls, sizes)
 
+    def pull_of(self, number: int) -> Pull:
+        """Returns the pull, or that of the fragment, that phases name by this number.
+
+        Raises:
+          ValueError: no pull has it.
+        """
+        for slot in fragments.slots_of(self.pulls):
+            if slot.number == number:
+                return slot.pull
+        raise ValueError(f"`number` must be that of a pull in a phase, got {number=}")
+
     def is_due(self, step: int) -> bool:
         """Whether a pull does anything at this step, counted from 1; for host loops."""
         return self.phase(step) != QUIET
@@ -186,7 +197,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             u, states, counts, is_finite = kernel.local(
                 at.pulls, x, u, loss, states, state.is_finite, at.t, check, extras
             )
-            u, after = at.arrive(x, x, u, states, counts, is_finite)
+            u, after = at.arrive(x, True, u, states, counts, is_finite)
             # Elements of u can be read only if u is an array of its own. On a quiet step it
             # is fused with the optimizer and `apply_updates`, and reading it would cost a
             # pass.

@@ -156,7 +156,7 @@ class Outer(InPhases):
         # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
         keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
         y = jax.tree.map(keep, y, trees.apply_updates(x, stepped), u, stepped)
-        y, after = at.arrive(x, None, y, states, counts, is_finite)
+        y, after = at.arrive(x, False, y, states, counts, is_finite)
         return trees.refill(y, params), OuterState(after, y)
 
     def _from_here(
@@ -172,7 +172,7 @@ class Outer(InPhases):
         # x + 0 may have other bits than x: -0.0 becomes 0.0.
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
-        y, after = at.arrive(y, None, y, states, counts, before.is_finite)
+        y, after = at.arrive(y, False, y, states, counts, before.is_finite)
         return trees.refill(y, params), OuterState(after, ())
 
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.checks import check_step_count
 from lsgd_jax._src.exchange import kernel, parts
@@ -24,9 +23,9 @@ from lsgd_jax._src.exchange.kernel import Pull, PullState
 from lsgd_jax._src.exchange.memory import to_host
 from lsgd_jax._src.exchange.phases import Known
 from lsgd_jax._src.exchange.schedule import Acts
+from lsgd_jax._src.exchange.view import View
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
-from lsgd_jax._src.wire.packing import Packing
 from lsgd_jax._src.wire.shares import beside_a_gradient
 
 
@@ -120,7 +119,7 @@ class Step:
     def arrive(
         self,
         x: Tree,
-        frame: Tree | None,
+        is_update: bool,
         u: Tree,
         states: Sequence[PullState],
         counts: Sequence[Array],
@@ -130,13 +129,13 @@ class Step:
 
         Args:
           x: the parameters before the step, for the rules that read them.
-          frame: x if u is an update of it, or None if u is y itself.
+          is_update: whether u is an update of x, and not y itself.
           u, states, counts, is_finite: see `kernel.local`.
 
         Returns:
           (u, state): both after this step.
         """
-        run = functools.partial(self._run, x, frame, counts, is_finite)
+        run = functools.partial(self._run, x, is_update, counts, is_finite)
         keep = lambda u, states: (u, states, is_finite)
         due = any_of(*(acts.arrives for acts in self._acts)) if self._known.skips else True
         u, states, is_finite = cond(due, run, keep, u, tuple(states))
@@ -158,58 +157,69 @@ class Step:
     def _run(
         self,
         x: Tree,
-        frame: Tree | None,
+        is_update: bool,
         counts: Sequence[Array],
         is_finite: Array,
         u: Tree,
         states: Sequence[PullState],
     ) -> tuple[Tree, tuple[PullState, ...], Array]:
-        every = _Buffers.of(x, frame)
-        after = []
-        if frame is not None:
+        """The pulls, one after the other, on a worker that is packed once."""
+        whole = View.of(x, is_update)
+        if is_update:
             # Otherwise XLA repeats the optimizer's step wherever u is read, and copies the
             # optimizer's state, whose old and new values are both alive then.
             u = lax.optimization_barrier(u)
-        us = every.packing.pack(u)
-        not_restored = jnp.asarray(False)
-        is_finite &= every.all_finite(us)
+        worker = whole.packing.pack(u)
+        is_finite &= whole.all_finite(worker)
+        after = []
         for k, state in enumerate(states):
             for index, acts in self._acts_after_the_step(k):
                 acting = self._slots[k].acting(index, self._common, x)
                 if acting.fragment is not None:
                     # A pull for each fragment has found this at the fragments before it.
-                    is_finite |= every.all_finite(us) & (acting.fragment > 0)
-                own = every
-                takes_part = counts[k] & is_finite
+                    is_finite |= whole.all_finite(worker) & (acting.fragment > 0)
                 if k and self._follows(k):
                     # Otherwise XLA fuses the pulls, and all their targets stay alive.
-                    us = lax.optimization_barrier(us)
-                mine = us
-                part = acting.pull.part
-                if part is not None:
-                    # Packing again what was unpacked costs nothing: XLA joins the slices.
-                    u = every.packing.unpack(us)
-                    of_part = functools.partial(parts.select, part)
-                    own = _Buffers.of(of_part(x), None if frame is None else of_part(frame))
-                    mine = own.packing.pack(of_part(u))
-                land = functools.partial(self._land, k, acting, own, takes_part)
-                keep = lambda us, states: (us, states, not_restored)
-                mine, state, restored = cond(acts.lands, land, keep, mine, state)
-                if acting.pull.delay:
-                    record = functools.partial(self._record, acting, own, takes_part)
-                    keep = lambda us, states: states
-                    state = cond(acts.records, record, keep, mine, state)
-                if part is None:
-                    us = mine
-                    is_finite |= restored
-                else:
-                    mine = parts.put_back(part, own.packing.unpack(mine), u)
-                    us = every.packing.pack(mine)
-                    # Restoring a part does not restore the other leaves.
-                    is_finite |= every.all_finite(us)
+                    worker = lax.optimization_barrier(worker)
+                view = whole.of_part(acting.pull.part)
+                takes_part = counts[k] & is_finite
+                moved, state, restored = self._arrived(
+                    k, acting, acts, view, takes_part, view.get(worker), state
+                )
+                worker = view.put(worker, moved)
+                # Restoring a part does not restore the other leaves.
+                is_finite |= restored if view.is_whole else whole.all_finite(worker)
             after.append(state)
-        u = every.packing.unpack(kernel.drop_non_finite_steps(every.xs, us), t=self._common)
-        return u, tuple(after), is_finite
+        worker = kernel.drop_non_finite_steps(whole.xs, worker)
+        return whole.packing.unpack(worker), tuple(after), is_finite
+
+    def _arrived(
+        self,
+        k: int,
+        acting: Acting,
+        acts: Acts,
+        view: View,
+        takes_part: Array,
+        u: list[Array],
+        state: PullState,
+    ) -> tuple[list[Array], PullState, Array]:
+        """What a pull does after the worker's own step: it lands, then it records."""
+        not_restored = jnp.asarray(False)
+
+        def land(u: list[Array], state: PullState) -> Any:
+            return self._land(k, acting, view, takes_part, u, state)
+
+        def keep(u: list[Array], state: PullState) -> Any:
+            return u, state, not_restored
+
+        u, state, restored = cond(acts.lands, land, keep, u, state)
+        if acting.pull.delay:
+
+            def record(u: list[Array], state: PullState) -> PullState:
+                return self._record(acting, view, takes_part, u, state)
+
+            state = cond(acts.records, record, lambda u, state: state, u, state)
+        return u, state, restored
 
     def _acts_after_the_step(self, k: int) -> list[tuple[Callable[[Any], Any], Acts]]:
         """Returns what a pull does, and which fragment does it if they are stacked.
@@ -241,9 +251,9 @@ class Step:
         self,
         k: int,
         acting: Acting,
-        own: "_Buffers",
+        view: View,
         takes_part: Array,
-        us: list[Array],
+        u: list[Array],
         states: PullState,
     ) -> tuple[list[Array], PullState, Array]:
         """`kernel.land`, after `kernel.send` if the pull has no delay."""
@@ -253,56 +263,25 @@ class Step:
         if pull.delay:
             target, state = kernel.arrived(pull, state, takes_part, self._common)
         else:
-            y = own.packing.unpack(own.position(us))
             round = self._acts[k].round
             target, state, self._sent[k] = kernel.send(
-                pull, None, own.x, y, state, takes_part, self._common, round
+                pull, None, view.x, view.y(u), state, takes_part, self._common, round
             )
-        target = target._replace(z=own.packing.pack(target.z))
-        us, state, restored = kernel.land(
-            pull, own.xs, us, target, state, takes_part, self._common
+        target = target._replace(z=view.packing.pack(target.z))
+        u, state, restored = kernel.land(
+            pull, view.xs, u, target, state, takes_part, self._common
         )
-        return us, acting.put(states, before, state), restored
+        return u, acting.put(states, before, state), restored
 
     def _record(
         self,
         acting: Acting,
-        own: "_Buffers",
+        view: View,
         takes_part: Array,
-        us: list[Array],
+        u: list[Array],
         states: PullState,
     ) -> PullState:
         """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
         state = acting.take(states)
-        y = own.packing.unpack(own.position(us))
-        after = kernel.recorded(acting.pull, own.x, y, state, takes_part)
+        after = kernel.recorded(acting.pull, view.x, view.y(u), state, takes_part)
         return acting.put(states, state, after)
-
-
-class _Buffers(NamedTuple):
-    """The leaves that a pull exchanges.
-
-    Attributes:
-      packing: the buffers that they lie in.
-      x: the leaves, before the step.
-      xs: x in the buffers, or None if y is held itself.
-    """
-
-    packing: Packing
-    x: Tree
-    xs: list[Array] | None
-
-    @classmethod
-    def of(cls, x: Tree, frame: Tree | None) -> "_Buffers":
-        packing = Packing(x)
-        return cls(packing, x, None if frame is None else packing.pack(frame))
-
-    def position(self, us: list[Array]) -> list[Array]:
-        """y in the buffers: x + u in the dtypes of x, or u itself without an x."""
-        return us if self.xs is None else trees.plus(self.xs, us)
-
-    def all_finite(self, us: list[Array]) -> Array:
-        """Whether y is finite."""
-        y = self.position(us)
-        # Leaves that keep their shapes may be sharded, as their paths tell.
-        return trees.all_finite(self.packing.unpack(y) if self.packing.keeps_shapes else y)

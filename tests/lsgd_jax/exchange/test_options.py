@@ -1,5 +1,6 @@
 """Tests of the options that all methods which pull share."""
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -26,6 +27,7 @@ GIVEN = {
     "wire": "int8",
     "fragments": 2,
     "delay": 1,
+    "after": 3,
     "part": ["a"],
     "scan_axis": 0,
     "memory": "host",
@@ -34,7 +36,8 @@ GIVEN = {
 
 
 def settings(tx):
-    fields = ("every", "offset", "delay", "part", "wire", "memory")
+    own = ("rule", "strength")
+    fields = [x.name for x in dataclasses.fields(lj.Pull) if x.name not in own]
     return tx.check, [[getattr(pull, field) for field in fields] for pull in tx.pulls]
 
 
@@ -54,12 +57,10 @@ def test_pulls_keep_the_options_that_are_not_given():
     assert settings(lj.exchange(inner)) == settings(inner)
     both = lj.exchange(inner, lj.local_sgd(4), delay=1)
     assert both.check == "every_step"
-    assert [pull.wire for pull in both.pulls] == ["int8", "int8", "float32"]
-    heads = lj.exchange(inner, part=["head"]).pulls
-    assert [(each.part.index, each.part.part) for each in heads] == [
-        (0, ["head"]),
-        (1, ["head"]),
-    ]
+    assert [pull.wire for pull in both.pulls] == ["int8", "float32"]
+    (heads,) = lj.exchange(inner, part=["head"]).pulls
+    parts = [(each.part.index, each.part.part) for each in heads.each]
+    assert parts == [(0, ["head"]), (1, ["head"])]
 
 
 def test_options_stand_in_signatures_and_docstrings():

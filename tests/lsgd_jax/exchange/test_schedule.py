@@ -55,7 +55,8 @@ def test_acts_are_those_of_the_definition(name):
     for due, act, index in zip(expected, acts, which):
         found = [bool(act(t)) for t in STEPS]
         assert found == [bool(due[t]) for t in STEPS]
-        np.testing.assert_array_equal(jax.vmap(lambda t: jnp.asarray(act(t)))(ts), found)
+        program = jax.jit(act)
+        np.testing.assert_array_equal([program(t) for t in ts], found)
         fragments = jax.vmap(index)(ts)
         for t in np.flatnonzero(found) + 1:
             assert due[t] == [fragments[t - 1]]
@@ -104,7 +105,7 @@ def test_a_change_waits_for_the_end_of_the_round():
 
 
 def test_the_quadratic_rule_by_hand():
-    """Rounds after a warm-up of five steps; at a rate of 0 the last one ends with the run."""
+    """After a warm-up of five steps; at a rate of 0 the last round ends with the run."""
     rates = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.2, 0.2, 0.1, 0.1, 0.0, 0.0])
     periods = lj.Periods.quadratic(lambda t: jnp.array(rates)[t], 14, alpha=0.4, smallest=1)
     # At steps 0 to 6 one step each: (0.4 / 0.4)², and ⌊(0.4 / 0.3)²⌋ = 1; then 4, then ∞.
