@@ -13,7 +13,7 @@ import lsgd_jax as lj
 
 
 Rate = optax.ScalarOrSchedule
-Method = Callable[..., optax.GradientTransformationExtraArgs]
+MethodFactory = Callable[..., optax.GradientTransformationExtraArgs]
 
 
 def lgd(learning_rate: Rate, pull: Rate) -> optax.GradientTransformationExtraArgs:
@@ -52,7 +52,7 @@ def easgd(learning_rate: Rate, beta: Rate) -> optax.GradientTransformationExtraA
 
 
 def descent(
-    method: Method,
+    method: MethodFactory,
     value_and_grad: Callable,
     steps: int = 1,
     look: Callable = lambda before, after, value: None,

@@ -31,7 +31,7 @@ Curves = dict[tuple[int, str], np.ndarray]  # (rank, method) -> [instances, iter
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(output.Options):
+class CompletionOptions(output.ExperimentOptions):
     """The options of the experiment."""
 
     # d, the number of rows of X.
@@ -62,7 +62,10 @@ class Options(output.Options):
                 raise ValueError(f"`ranks` must lie in {most}, got {rank}")
 
 
-def curves_of(options: Options) -> Curves:
+OPTIONS = CompletionOptions
+
+
+def curves_of(options: CompletionOptions) -> Curves:
     """Returns F of the best worker at 0, 1, … iterations, for every rank and method.
 
     Both methods solve the same problems and pull a worker by the same α; EASGD's β is αW.
@@ -156,7 +159,7 @@ def draw(curves: Curves) -> Any:
     return figure
 
 
-def run(options: Options) -> output.Results:
+def run(options: CompletionOptions) -> output.Results:
     """Runs the experiment."""
     curves = curves_of(options)
     table = summarize(curves)

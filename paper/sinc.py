@@ -36,7 +36,7 @@ REACHED = -0.2170  # a worker below this value is on the global ring
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(output.Options):
+class SincOptions(output.ExperimentOptions):
     """The options of the experiment."""
 
     # Iterations of the trajectories, the start included.
@@ -50,6 +50,9 @@ class Options(output.Options):
         super().__post_init__()
         for name in ("iterations", "starts", "random_iterations"):
             lj.checks.check_positive_int(name, getattr(self, name))
+
+
+OPTIONS = SincOptions
 
 
 def landscape(position: jax.Array) -> jax.Array:
@@ -122,7 +125,7 @@ def random_starts(count: int, iterations: int, seed: int) -> list[dict[str, Any]
     return table
 
 
-def run(options: Options) -> output.Results:
+def run(options: SincOptions) -> output.Results:
     """Runs the experiment."""
     paths = {name: descend(name, STARTS[None], options.iterations) for name in METHODS}
     table = random_starts(options.starts, options.random_iterations, options.seed)

@@ -100,7 +100,7 @@ UNKNOWN = "–"  # a cell of the table without a value
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CompareOptions:
     """The options of a comparison.
 
     Args:
@@ -125,7 +125,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
       ValueError: wrong usage.
     """
     program = "python -m train.compare"
-    options, others = cli.run_with_others(Options, arguments, program, __doc__)
+    options, others = cli.run_with_others(CompareOptions, arguments, program, __doc__)
     check_left_out(others, "--method")
     names = filter(None, options.methods.split(","))
     lines: dict[str, list[str]] = {}
@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
         lines[name] = [options.experiment, *others, *own]
     if not lines:
         raise ValueError("`methods` or `variant` must name the methods to compare")
-    command = cli.Command(program, Options)
+    command = cli.Command(program, CompareOptions)
     configs = of_seeds(lines, options.seeds, options.out, command)
     check_equal(configs, options.out)
     return configs, options.out
@@ -276,14 +276,16 @@ def join(configs: dict[Key, Config]) -> Session:
     return session
 
 
-class Results(NamedTuple):
+class ComparisonResults(NamedTuple):
     """The tests of the runs that ended, and the reasons for which the others failed."""
 
     curves: dict[Key, Curve]
     failures: dict[Key, str]
 
 
-def run(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> Results | None:
+def run(
+    configs: dict[Key, Config], out: pathlib.Path, session: Session
+) -> ComparisonResults | None:
     """Trains the runs that have not ended. The others go on if one fails.
 
     Returns:
@@ -309,7 +311,7 @@ def run(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> Resu
     session.wait_for_all()  # the main process has now written all metrics
     ended = [key for key in configs if key not in failures]
     curves = {(name, seed): read(out / f"{name}-{seed}") for name, seed in ended}
-    return Results(curves, failures)
+    return ComparisonResults(curves, failures)
 
 
 # Errors of a run that its message explains.

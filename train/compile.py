@@ -121,7 +121,7 @@ def cut(shape: Sequence[int], sites: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Cluster):
+class CompileOptions(Cluster):
     """The options of a compilation.
 
     Args:
@@ -239,8 +239,8 @@ def main(arguments: Sequence[str]) -> int:
       The exit status: 0, 1 (a program does not fit) or 2 (wrong usage).
     """
     program = "python -m train.compile"
-    options, others = cli.run_with_others(Options, arguments, program, __doc__)
-    config = cli.parse([options.experiment, *others], cli.Command(program, Options))
+    options, others = cli.run_with_others(CompileOptions, arguments, program, __doc__)
+    config = cli.parse([options.experiment, *others], cli.Command(program, CompileOptions))
     for name in ("mbit", "gbit", "efficiency"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

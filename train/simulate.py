@@ -49,7 +49,7 @@ BINS = 100  # intervals of simulated time in which losses are averaged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Unequal):
+class SimulateOptions(Unequal):
     """Options of a simulation.
 
     Args:
@@ -135,11 +135,11 @@ class Options(Unequal):
             )
 
 
-def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
+def parse(arguments: Sequence[str]) -> tuple[SimulateOptions, dict[str, Config]]:
     """Returns the options and each method's configuration; ValueError for wrong usage."""
     common, own = _segments(arguments)
-    command = cli.Command("python -m train.simulate", Options)
-    options, others = cli.run_with_others(Options, common, command.name, __doc__)
+    command = cli.Command("python -m train.simulate", SimulateOptions)
+    options, others = cli.run_with_others(SimulateOptions, common, command.name, __doc__)
     configs: dict[str, Config] = {}
     for segment in own or [[]]:
         config = cli.parse([options.experiment, *others, *segment], command)
@@ -258,7 +258,9 @@ class Recorded:
         }
 
 
-def simulate(name: str, config: Config, options: Options, training: Any) -> Recorded:
+def simulate(
+    name: str, config: Config, options: SimulateOptions, training: Any
+) -> Recorded:
     """Trains with one method in simulated time, and tests the consensus."""
     steps: list[dict[str, float]] = []
     began = time.perf_counter()
@@ -328,7 +330,7 @@ def _alone(config: Config) -> Config:
 # Output
 
 
-def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
+def write(options: SimulateOptions, runs: list[Recorded], out: pathlib.Path) -> None:
     """Writes the results into a folder."""
     for run in runs:
         if run.steps:

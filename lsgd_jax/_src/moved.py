@@ -8,6 +8,25 @@ from typing import Any
 from lsgd_jax._src.words import name_meant
 
 
+def renamed(module: str, **names: Any) -> Callable[[str], Any]:
+    """The `__getattr__` of a module in which classes have new names.
+
+    Args:
+      module: the module.
+      **names: by the old name, the class.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = names[name]
+        message = f"{module}.{name} is {found.__name__} now; 0.6 drops the old name"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return found
+
+    return find
+
+
 def moved(old: str, **names: Mapping[str, Any]) -> Callable[[str], Any]:
     """The `__getattr__` of a module whose names have moved to modules inside it.
 

@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     loss: float
 
 
-class Pulls(NamedTuple):
+class PullSteps(NamedTuple):
     """The exchanges of one kind on the trajectory: a name, and the steps they follow."""
 
     name: str
@@ -58,7 +58,7 @@ class Landscape(NamedTuple):
     positions: np.ndarray
     steps: np.ndarray
     paths: np.ndarray
-    pulls: list[Pulls]
+    pulls: list[PullSteps]
 
 
 def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -> Landscape:
@@ -162,7 +162,7 @@ def _joined(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
+def pulls_of(points: Points, run: SavedRun, steps: range) -> list[PullSteps]:
     """Returns the worker's exchanges of each kind that is not due after every step."""
     grid, found = run.config.workers, []
     done = range(steps.start + 1, steps.stop + 1)
@@ -170,7 +170,9 @@ def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
         if pull.period > 1:
             role = role_of(pull, points.worker, grid.nodes, grid.locals)
             name = "exchange" if pull.leader is None else f"pull to the {role}"
-            found.append(Pulls(name, np.array([t for t in done if pull.is_due(t)], int)))
+            found.append(
+                PullSteps(name, np.array([t for t in done if pull.is_due(t)], int))
+            )
     return found
 
 

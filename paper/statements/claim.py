@@ -64,7 +64,7 @@ class Claim(NamedTuple):
         return f"{verdict}: {self.statement}\n       {computed}"
 
 
-class Outcome(NamedTuple):
+class Findings(NamedTuple):
     """The result of checking a statement.
 
     Attributes:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paper.descent import descent, lgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 WORKERS = 4  # p
@@ -42,7 +42,7 @@ CONDITION = SMOOTHNESS / CONVEXITY  # κ
 SIGMA, PULL, LOSS_NOISES, DISTANCE = 3.0, 20.0, (0.0, 1.0), 0.3
 
 
-class Setting(NamedTuple):
+class DescentSettings(NamedTuple):
     """The settings of an experiment: floats, or arrays with a value per group.
 
     Attributes:
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
 
 
 def descend(
-    setting_of: Callable[[Any], Setting],
+    setting_of: Callable[[Any], DescentSettings],
     rows: np.ndarray,
     steps: int,
     seed: int,
@@ -96,23 +96,23 @@ def descend(
     return descent(method, noisy, steps, height)(starts, (rows,), (keys,))[0].mean(axis=1)
 
 
-def bound(setting: Setting) -> float:
+def bound(setting: DescentSettings) -> float:
     """Returns ½ηκσ² + (4/m)λ√p σ_f."""
     rate, pull, sigma, sigma_f = setting
     by_gradients = rate * CONDITION * sigma**2 / 2
     return by_gradients + 4 / CONVEXITY * pull * np.sqrt(WORKERS) * sigma_f
 
 
-def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Outcome:
+def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Findings:
     """Compares all combinations of pulls and noises, `groups` groups of each."""
     rate = 1 / (2 * SMOOTHNESS)
     settings = [
-        Setting(rate, fraction / (2 * CONDITION) / rate, 1.0, sigma_f)
+        DescentSettings(rate, fraction / (2 * CONDITION) / rate, 1.0, sigma_f)
         for fraction in (0.0, 0.1, 1.0)
         for sigma_f in (0.0, 1.0, 10.0)
     ]
     rows = np.repeat(np.array(settings), groups, axis=0)
-    heights = descend(lambda row: Setting(*row), rows, steps, seed)
+    heights = descend(lambda row: DescentSettings(*row), rows, steps, seed)
     means = heights.reshape(len(settings), groups, steps).mean(axis=1)
     reached = means[:, steps // 2 :].max(axis=1)
     allowed = np.array([bound(setting) for setting in settings])
@@ -123,14 +123,14 @@ def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Outcome:
         float((reached / allowed).max()),
         1.0,
     )
-    return Outcome([claim])
+    return Findings([claim])
 
 
-def decreasing(row: Any) -> Setting:
+def decreasing(row: Any) -> DescentSettings:
     """Returns the setting with η_k and λ_k for a row (σ_f,)."""
     late = lambda k: k + 4 * CONDITION
     rate = lambda k: 2 / (CONVEXITY * late(k))
-    return Setting(rate, lambda k: PULL / late(k), SIGMA, row[0])
+    return DescentSettings(rate, lambda k: PULL / late(k), SIGMA, row[0])
 
 
 def constant(sigma_f: float) -> float:
@@ -147,7 +147,7 @@ def slope(late: np.ndarray, heights: np.ndarray) -> float:
     return float(np.polyfit(np.log(late[tail]), np.log(heights[tail]), 1)[0])
 
 
-def check_decreasing(seed: int = 0, groups: int = 100, steps: int = 10000) -> Outcome:
+def check_decreasing(seed: int = 0, groups: int = 100, steps: int = 10000) -> Findings:
     """Compares the heights with the bound, for both levels of noise in the losses."""
     rows = np.repeat(np.array(LOSS_NOISES)[:, None], groups, axis=0)
     heights = descend(decreasing, rows, steps, seed, DISTANCE)
@@ -172,4 +172,4 @@ def check_decreasing(seed: int = 0, groups: int = 100, steps: int = 10000) -> Ou
             0.05,
         ),
     ]
-    return Outcome(claims)
+    return Findings(claims)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paper.descent import descent, lgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 class Cases(NamedTuple):
@@ -119,7 +119,7 @@ def bounds(cases: Cases) -> np.ndarray:
     )
 
 
-def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Outcome:
+def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Findings:
     """Compares the step with the bound in random cases."""
     drawn = draw_cases(np.random.default_rng(seed), cases, largest)
     expected, bound = step_heights(drawn), bounds(drawn)
@@ -132,4 +132,4 @@ def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Outcome:
         float(excess.max()),
         tolerance=1e-14,
     )
-    return Outcome([claim])
+    return Findings([claim])

@@ -30,7 +30,7 @@ import optax
 from matplotlib import pyplot as plt
 
 from paper.descent import descent, easgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 def round_map(eta: Any, alpha: Any, workers: int) -> np.ndarray:
@@ -95,7 +95,7 @@ def library_map(eta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     return columns.reshape(2, count, 2).transpose(1, 2, 0)
 
 
-def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
+def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Findings:
     """Maps the stable region. Nothing is random, so the seed has no effect."""
     del seed
     counts = range(1, workers + 1)
@@ -148,7 +148,7 @@ def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
         f"largest stable α exceeds (4 − 2η)/(4 − η) by up to {excess}."
     ]
     pair = radius(round_map(eta_all, alpha_all, 2))
-    return Outcome(claims, remarks, draw(eta_all, alpha_all, [radius(matrix), pair]))
+    return Findings(claims, remarks, draw(eta_all, alpha_all, [radius(matrix), pair]))
 
 
 def draw(eta: np.ndarray, alpha: np.ndarray, radii: list[np.ndarray]) -> Any:

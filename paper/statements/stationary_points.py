@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paper.descent import descent, easgd, lgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 RATE, PULL = 0.1, 0.08  # η; λ = ρ
@@ -83,7 +83,7 @@ def leader_of(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
     return np.take_along_axis(x, first[:, None, None], axis=1)
 
 
-def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
+def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Findings:
     """Runs both methods in random landscapes until they are at rest."""
     rng = np.random.default_rng(seed)
     tilts = rng.uniform(0.02, 0.2, (landscapes, 2))
@@ -141,4 +141,4 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
         "points have ∇f(leader) = λΣ(x_i − leader), which is not 0: gradient descent came "
         f"to rest with ‖∇f(leader)‖ ≥ {least(unlike):.2g} in {unlike.size} landscapes."
     ]
-    return Outcome(claims, remarks)
+    return Findings(claims, remarks)

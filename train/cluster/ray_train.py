@@ -174,7 +174,7 @@ def _pass_on(child: subprocess.Popen[str], rank: int, board: Any) -> None:
 
 def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) -> int:
     """Waits for a process to end. Returns the signal that requested it to stop, or 0."""
-    progress, asked = Progress(job.metrics_file), 0
+    progress, asked = ProgressFile(job.metrics_file), 0
     while child.poll() is None:
         time.sleep(LOOK_S)
         if not asked and (asked := ray.get(board.asked.remote())):
@@ -188,7 +188,7 @@ def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) ->
     return asked
 
 
-class Progress:
+class ProgressFile:
     """The progress of a run, seen in a file that changes with it.
 
     A file server has a clock of its own, so only changes of its times count.
@@ -244,7 +244,7 @@ def run(
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(patience),
     }
     engine = lj.asynchronous.ray_engine
-    placed = engine.Options(
+    placed = engine.ClusterOptions(
         address=options.address,
         num_cpus=options.cpus_per_worker,
         num_gpus=options.gpus_per_worker,

@@ -186,7 +186,7 @@ ROWS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class MethodConfig:
     """A method and its options. Each row has a subclass with the options as fields.
 
     Attributes:
@@ -326,13 +326,13 @@ def _kind(hint: Any, default: Any) -> Any:
     return None
 
 
-def _class(row: Row) -> type[Method]:
+def _class(row: Row) -> type[MethodConfig]:
     options = [_options(function, row) for function in row.functions]
     _check_merge(row, options)
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),
         (),
-        bases=(*options, Method),
+        bases=(*options, MethodConfig),
         namespace={
             "__module__": __name__,
             "name": row.name,
@@ -362,7 +362,7 @@ def _check_merge(row: Row, options: list[type]) -> None:
                 )
 
 
-METHODS: Mapping[str, type[Method]] = {row.name: _class(row) for row in ROWS}
+METHODS: Mapping[str, type[MethodConfig]] = {row.name: _class(row) for row in ROWS}
 
 
 def _own(name: str) -> Row:
@@ -416,7 +416,7 @@ def _place(kind: Any) -> str | None:
 
 
 @functools.cache
-def find(name: str) -> type[Method]:
+def find(name: str) -> type[MethodConfig]:
     """The class of a method.
 
     Raises:
@@ -432,7 +432,7 @@ def find(name: str) -> type[Method]:
     return METHODS[name]
 
 
-def make(name: str, *values: Any, **options: Any) -> Method:
+def make(name: str, *values: Any, **options: Any) -> MethodConfig:
     """A method with the given options; raises ValueError like `find`.
 
     >>> make("easgd", period=4).period

@@ -9,9 +9,9 @@ import numpy as np
 
 from train.metrics.drawing import plain_numbers, save, subplots
 from train.planning import laws
-from train.planning.candidates import NAMES, Candidate, Method
+from train.planning.candidates import NAMES, Candidate, MethodVariant
 from train.planning.links import Link
-from train.planning.setting import KNOWN, Setting
+from train.planning.scenario import KNOWN, Scenario
 
 
 LINES = 16  # of the table
@@ -19,25 +19,25 @@ HOUR = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The candidates of a setting.
+class Advice:
+    """The candidates of a scenario.
 
     Attributes:
-      setting: the training.
+      scenario: the training.
       share: the share of the time that workers may wait, and that counts as equally fast.
       sources: sentences that say where the numbers come from.
       price: of a chip for an hour; None if unknown.
       watts: of a chip; None if unknown.
     """
 
-    setting: Setting
+    scenario: Scenario
     share: float
     sources: Sequence[str]
     price: float | None = None
     watts: float | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "candidates", self.setting.candidates(self.share))
+        object.__setattr__(self, "candidates", self.scenario.candidates(self.share))
 
     candidates: list[Candidate] = dataclasses.field(init=False)
 
@@ -120,7 +120,7 @@ class Plan:
         return [self._row(x) for x in self.shown()]
 
     def _row(self, found: Candidate) -> dict[str, str]:
-        setting = self.setting
+        scenario = self.scenario
         if found.steps is None:
             time = {"ms a step": number(1e3 * found.seconds)}
             sent = {"MB a step": number(found.sent / 1e6)}
@@ -131,7 +131,7 @@ class Plan:
         row |= {"longest wait, s": number(found.pause)}
         row |= {**sent, "peak MB": number(found.peak / 1e6)}
         row |= {name: number(value) for name, value in self._bills(found).items()}
-        if setting.tokens is not None and found.settings:
+        if scenario.tokens is not None and found.settings:
             settings = found.settings
             row["batch, tokens"] = number(settings["batch"])
             row["inner rate"] = f"{settings['rate']:.2g}" if "rate" in settings else ""
@@ -147,14 +147,14 @@ class Plan:
         """The cost and the energy in kWh, as far as they are known."""
         if found.steps is None:
             return {}
-        hours = self.setting.chips * found.seconds / HOUR
+        hours = self.scenario.chips * found.seconds / HOUR
         each = {"cost": self.price, "kWh": self.watts and self.watts / 1e3}
         return {name: hours * rate for name, rate in each.items() if rate is not None}
 
     def notes(self) -> Iterator[str]:
         """Yields the sources of the numbers, and where there is none."""
         yield from self.sources
-        if (tokens := self.setting.tokens) is None:
+        if (tokens := self.scenario.tokens) is None:
             return
         by_source: dict[str, list[str]] = {}
         for found in self.shown():
@@ -166,18 +166,18 @@ class Plan:
         known = [x.method for x in self.shown() if x.loss.more is not None]
         if any((x.fragments, x.delay, x.wire) != (1, 0, "float32") for x in known):
             yield laws.STREAMED
-        setting = self.setting
+        scenario = self.scenario
         error = f"± {100 * laws.SETTINGS:.0f} %"
-        tokens = setting.tokens
+        tokens = scenario.tokens
         if tokens is None or not laws.is_fitted(
-            setting.parameters, tokens, setting.replicas
+            scenario.parameters, tokens, scenario.replicas
         ):
             error = "outside the range of their fits"
         yield (
             f"batches and inner rates: {laws.SCALING}, Tables 9 to 12, fitted for H = 30, "
             f"{error}; outer rates: Figure 5"
         )
-        if setting.batch is not None:
+        if scenario.batch is not None:
             yield "the batch is as given; losses and rates are for the laws' own batches"
 
     def to_json(self) -> dict[str, Any]:
@@ -216,14 +216,14 @@ class Plan:
 
     def draw(self, path: pathlib.Path) -> None:
         """Plots hours against bandwidth, with the link of the plan marked, as a PNG."""
-        setting = self.setting
-        here = setting.widest.network
-        count = 41 if setting.unequal is None else 9  # each of which is simulated
+        scenario = self.scenario
+        here = scenario.widest.network
+        count = 41 if scenario.unequal is None else 9  # each of which is simulated
         rates = here.bandwidth * np.logspace(-2, 2, count)
         figure, axes = subplots(figsize=(7, 4.5))
         unit = HOUR if self.base.steps is not None else 1e-3
         plain = min(
-            (x for x in self.candidates if x.method == Method("diloco")),
+            (x for x in self.candidates if x.method == MethodVariant("diloco")),
             key=lambda x: x.periods,
         )
         lines = [self.base, plain, self.best, self.candidates[0]]
@@ -241,9 +241,9 @@ class Plan:
         """A candidate on a link of another bandwidth."""
         links = {
             name: Link(dataclasses.replace(link.network, bandwidth=bandwidth), link.workers)
-            for name, link in self.setting.links.items()
+            for name, link in self.scenario.links.items()
         }
-        other = dataclasses.replace(self.setting, links=links)
+        other = dataclasses.replace(self.scenario, links=links)
         return other.candidate(found.method, found.periods)
 
 

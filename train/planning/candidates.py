@@ -21,7 +21,7 @@ BACKWARD = 2 / 3  # the share of a step in which gradients become ready
 ASYNCHRONOUS = "async-diloco", "decoupled-diloco"
 
 
-class Method(NamedTuple):
+class MethodVariant(NamedTuple):
     """A method and its settings, except for its periods.
 
     Attributes:
@@ -35,27 +35,27 @@ class Method(NamedTuple):
     wire: str = "float32"
 
 
-def methods(leaves: int | None = None) -> Iterator[Method]:
+def methods(leaves: int | None = None) -> Iterator[MethodVariant]:
     """Yields the methods that a plan compares, the simplest first.
 
     Args:
       leaves: number of leaves of the parameters, the limit for the number of fragments.
     """
-    yield Method("allreduce")
+    yield MethodVariant("allreduce")
     for wire in WIRES:
         for fragments in FRAGMENTS:
             if fragments <= (leaves or fragments):
-                yield from (Method("diloco", fragments, d, wire) for d in (0, 1))
-    yield from (Method("local-sgd", wire=wire) for wire in WIRES)
-    yield from (Method("lsgd", wire=wire) for wire in WIRES)
-    yield Method("sparse-diloco", wire="sparse")
+                yield from (MethodVariant("diloco", fragments, d, wire) for d in (0, 1))
+    yield from (MethodVariant("local-sgd", wire=wire) for wire in WIRES)
+    yield from (MethodVariant("lsgd", wire=wire) for wire in WIRES)
+    yield MethodVariant("sparse-diloco", wire="sparse")
 
 
-def asynchronous(leaves: int | None = None) -> Iterator[Method]:
+def asynchronous(leaves: int | None = None) -> Iterator[MethodVariant]:
     """Yields the methods that a plan compares where workers differ, the simplest first."""
     fragments = min(engine.LEAVES, leaves or engine.LEAVES)
-    yield from (Method("async-diloco", wire=wire) for wire in WIRES[:2])
-    yield from (Method("decoupled-diloco", fragments, 0, wire) for wire in WIRES[:2])
+    yield from (MethodVariant("async-diloco", wire=wire) for wire in WIRES[:2])
+    yield from (MethodVariant("decoupled-diloco", fragments, 0, wire) for wire in WIRES[:2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Candidate:
       hides: the share of a step's computing behind which a delayed exchange is hidden.
     """
 
-    method: Method
+    method: MethodVariant
     periods: tuple[int, ...]
     exchanges: tuple[tuple[float, int], ...]
     sent: float
@@ -85,7 +85,7 @@ class Candidate:
     steps: int | None
     settings: Mapping[str, float]
     loss: laws.Loss
-    pace: engine.Pace | None = None
+    pace: engine.SimulatedPace | None = None
     hides: float = 1.0
 
     @property

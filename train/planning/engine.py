@@ -23,7 +23,7 @@ STEPS, PERIODS = 128, 2  # simulated at least, the periods where methods are asy
 MOST = 100_000  # steps of all workers that are simulated
 
 
-class Exchange(NamedTuple):
+class TimedExchange(NamedTuple):
     """An exchange in lock step, of which only the time counts.
 
     Attributes:
@@ -39,7 +39,7 @@ class Exchange(NamedTuple):
     axes: tuple[str, ...]
 
 
-class Pace(NamedTuple):
+class SimulatedPace(NamedTuple):
     """The pace of workers that differ.
 
     Attributes:
@@ -63,7 +63,7 @@ class Pace(NamedTuple):
 class LockStep:
     """A method of the engine that only exchanges."""
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TimedExchange, ...]
 
     period, window, wire = None, 1, "float32"
 
@@ -76,7 +76,7 @@ class LockStepWorker:
     """A worker that only exchanges."""
 
     def __init__(
-        self, exchanges: Sequence[Exchange], worker: lj.asynchronous.Worker, steps: int
+        self, exchanges: Sequence[TimedExchange], worker: lj.asynchronous.Worker, steps: int
     ):
         self._exchanges, self._worker, self._steps = exchanges, worker, steps
         self._in_flight: list[tuple[int, asyncio.Task]] = []
@@ -129,8 +129,8 @@ TRAINING = still([np.zeros(SIZE, np.float32)] * LEAVES)
 
 
 def lock_step(
-    exchanges: Sequence[Exchange], grid: tuple[int, int], step: float, unequal: Unequal
-) -> Pace:
+    exchanges: Sequence[TimedExchange], grid: tuple[int, int], step: float, unequal: Unequal
+) -> SimulatedPace:
     """Returns the pace of a method in lock step, for steps of so many seconds."""
     seconds = {"local": 0.0, "node": 0.0}
     for exchange in exchanges:
@@ -155,7 +155,7 @@ def free_running(
     grid: tuple[int, int],
     step: float,
     unequal: Unequal,
-) -> Pace:
+) -> SimulatedPace:
     """Returns the pace of an asynchronous method for so many parameters."""
     smaller = network.scaled(LEAVES * SIZE / parameters)
     return _run(method, period, grid, smaller, step, unequal)
@@ -169,7 +169,7 @@ def _run(
     step: float,
     unequal: Unequal,
     exchange: float | None = None,
-) -> Pace:
+) -> SimulatedPace:
     workers, events = math.prod(grid), [*unequal.drop.values(), *unequal.join.values()]
     last = max(events, default=0.0)
     least = PERIODS if exchange is None else 1
@@ -209,7 +209,7 @@ def _run(
     after = sum(t > since for t, *_ in taken)
     pace = workers * (found.seconds - since) / after
     reports, total = [x.report for x in found.workers], 4 * LEAVES * SIZE
-    return Pace(
+    return SimulatedPace(
         pace,
         found.seconds - pace * len(taken) / workers,
         float(np.mean([x.waited for x in reports])) / found.seconds,

@@ -17,7 +17,7 @@ from train.config import methods
 from train.config.schema import Config
 from train.planning.candidates import WIRES
 from train.planning.links import Link
-from train.planning.setting import ACROSS, ALL, INSIDE, KNOWN, Setting
+from train.planning.scenario import ACROSS, ALL, INSIDE, KNOWN, Scenario
 from train.task.experiment import Experiment
 
 
@@ -25,7 +25,7 @@ STEPS, BLOCKS, EXCHANGES = 8, 3, 12  # numbers of measurements
 FEW = 100  # floats of a message that costs only its latency; gloo sends fewer in other ways
 
 
-def measure(config: Config, session: Session) -> Setting:
+def measure(config: Config, session: Session) -> Scenario:
     """Measures an experiment on the devices of all processes."""
     config = dataclasses.replace(config, method=methods.make("independent"))
     experiment = Experiment(config, session=session)
@@ -41,7 +41,7 @@ def measure(config: Config, session: Session) -> Setting:
         for name, group in groups.items()
         if group[1] > 1
     }
-    return Setting(
+    return Scenario(
         _bytes(state.params) / 4,
         links,
         step=_step(experiment, state),
@@ -50,11 +50,11 @@ def measure(config: Config, session: Session) -> Setting:
     )
 
 
-def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, list[str]]:
+def computed(config: Config, pod: lj.aot.Pod) -> tuple[Scenario, Config, list[str]]:
     """Computes the step of an experiment on a cluster that is not here.
 
     Returns:
-      The setting, without links, the configuration with the workers of the cluster, and
+      The scenario, without links, the configuration with the workers of the cluster, and
       sentences about the memory of a device and what a delay hides.
     """
     config = dataclasses.replace(config, method=methods.make("independent"))
@@ -73,7 +73,7 @@ def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, list[str
         share = hidden(choice)
         hides[choice.settings["wire"] != WIRES[0]] = share
         notes.append(_note(choice, share))
-    setting = Setting(
+    scenario = Scenario(
         parameters,
         {},
         step=seconds.step,
@@ -81,7 +81,7 @@ def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, list[str
         leaves=len(params),
         hides=hides,
     )
-    return setting, config, notes
+    return scenario, config, notes
 
 
 def _note(choice: lj.aot.Choice, share: float) -> str:

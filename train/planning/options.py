@@ -25,7 +25,7 @@ POSITIVE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(compile.Cluster, Unequal):
+class PlanOptions(compile.Cluster, Unequal):
     """The options of a plan.
 
     Args:

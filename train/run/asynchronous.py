@@ -51,7 +51,7 @@ def take_steps(run: Run) -> signal.Signals | str | None:
                 config.workers.nodes,
                 config.workers.locals,
                 config.steps,
-                options=chosen.Options(
+                options=chosen.ClusterOptions(
                     address=options.address,
                     num_cpus=options.cpus_per_worker,
                     num_gpus=options.gpus_per_worker,
@@ -321,8 +321,11 @@ def leader_events(
 def summary(status: lj.asynchronous.Status, counts: Sequence[int]) -> str:
     """The workers' steps, the leader and the workers that are down, in one phrase.
 
-    >>> of = lambda steps, score: lj.asynchronous.Report(steps, 1.0, score, staleness=2.0)
-    >>> reports = {0: of(7, 0.5), 1: of(9, 0.4), 2: of(4, 0.9)}
+    >>> Report = lj.asynchronous.WorkerReport
+    >>> reports = {
+    ...     i: Report(steps, 1.0, score, staleness=2.0)
+    ...     for i, (steps, score) in enumerate([(7, 0.5), (9, 0.4), (4, 0.9)])
+    ... }
     >>> summary(lj.asynchronous.Status([0, 1], [], 20, 0, reports), [7, 9, 4])
     'workers at 4 to 9, worker 1 leads, staleness 2.0, down: 2'
     """

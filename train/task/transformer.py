@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 def stacked(
-    net: "Network",
+    net: "TransformerBase",
     x: Array,
     lengths: Array | None = None,
     source: tuple[Array, Array] | None = None,
@@ -147,13 +147,13 @@ def stacked(
     return nn.RMSNorm(dtype=net.dtype, name="norm")(x)
 
 
-def embedding(net: "Network", count: int, name: str | None = None) -> nn.Embed:
+def embedding(net: "TransformerBase", count: int, name: str | None = None) -> nn.Embed:
     """A vector of the network's width for each of `count` numbers."""
     init = nn.initializers.normal(STD)
     return nn.Embed(count, net.width, dtype=net.dtype, embedding_init=init, name=name)
 
 
-class Network(nn.Module):
+class TransformerBase(nn.Module):
     """The sizes of a network of blocks.
 
     Attributes:
@@ -173,7 +173,7 @@ class Network(nn.Module):
     dtype: DTypeLike = "float32"
 
 
-class Transformer(Network):
+class Transformer(TransformerBase):
     """Predicts the next token: tokens [B, T] -> logits [B, T, V].
 
     It consists of an embedding, blocks, and a projection to the logits. As in GPT-2, the
@@ -189,7 +189,7 @@ class Transformer(Network):
         return head(x.astype(jnp.float32))
 
 
-class Side(Network):
+class Side(TransformerBase):
     """The encoder or the decoder of a translation. For the call see `stacked`."""
 
     @nn.compact
@@ -197,7 +197,7 @@ class Side(Network):
         return stacked(self, x, *given, **named)
 
 
-class EncoderDecoder(Network):
+class EncoderDecoder(TransformerBase):
     """Translates: (source [B, S], target [B, T]) -> logits [B, T, V] of the target.
 
     The logits of a token depend on the whole source and on earlier tokens of the target.

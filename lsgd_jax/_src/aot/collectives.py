@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lsgd_jax._src.aot.groups import Groups, expanded, groups_of, pairs_of
-from lsgd_jax._src.aot.hlo import Instruction, Program, nbytes
+from lsgd_jax._src.aot.hlo import HloModule, Instruction, nbytes
 
 
 KINDS = (
@@ -118,7 +118,7 @@ class Placement(NamedTuple):
     links: Callable[[str, Sequence[int]], float] = lambda kind, members: 1.0
 
 
-def collectives_of(program: Program, placement: Placement) -> list[Collective]:
+def collectives_of(program: HloModule, placement: Placement) -> list[Collective]:
     """Returns all collectives of a program, computation by computation."""
     everything = program.products(program.entry)
     found = []
@@ -149,7 +149,7 @@ def collectives_of(program: Program, placement: Placement) -> list[Collective]:
     return found
 
 
-def _after_products(program: Program, lines: Sequence[Instruction]) -> set[str]:
+def _after_products(program: HloModule, lines: Sequence[Instruction]) -> set[str]:
     """The instructions of a computation that depend on a product in it, or are one."""
     found: set[str] = set()
     for line in lines:
@@ -173,7 +173,7 @@ class _Transfer(NamedTuple):
     alone: int = 1
 
 
-def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
+def _transfers(program: HloModule, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
     """Pairs starts with ends, among the instructions of one computation."""
     ends = {}  # name of a start -> (position, instruction) of its end
     for i, line in enumerate(lines):
@@ -204,7 +204,7 @@ def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Tran
     yield from _fused(program, lines)
 
 
-def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
+def _fused(program: HloModule, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
     """Collectives in fusions. One that runs beside products spans several fusions."""
     spans: dict[Any, list[tuple[int, Instruction]]] = collections.defaultdict(list)
     for i, line in enumerate(lines):
@@ -225,7 +225,7 @@ def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer
         yield _Transfer(kind, line, line.nbytes, first, end, int(first == last))
 
 
-def _inside(program: Program, line: Instruction) -> Iterator[Instruction]:
+def _inside(program: HloModule, line: Instruction) -> Iterator[Instruction]:
     for name in line.called:
         lines = program.computations.get(name, [])
         for inner in lines:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from lsgd_jax._src.aot.collectives import Placement, collectives_of
 from lsgd_jax._src.aot.flops import flops as count
-from lsgd_jax._src.aot.hlo import Program as Parsed
+from lsgd_jax._src.aot.hlo import HloModule
 from lsgd_jax._src.aot.kernels import moved
 from lsgd_jax._src.aot.memory import excess, memory_of
 from lsgd_jax._src.aot.pod import Pod, pod_of
@@ -220,7 +220,7 @@ def _program(
             text=text,
         ), pod
     costs, memory, text = _costs(compiled), memory_of(compiled), compiled.as_text()
-    scheduled, chip = Parsed(text), pod.chip
+    scheduled, chip = HloModule(text), pod.chip
     is_gpu = chip is not None and not chip.overlaps
     order, fits, missing = _devices(compiled) or pod.devices, None, None
     if memory is not None and pod.memory is not None:

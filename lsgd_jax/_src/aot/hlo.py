@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
         return tuple(names)
 
 
-class Program:
+class HloModule:
     """The computations of a compiled program.
 
     Attributes:

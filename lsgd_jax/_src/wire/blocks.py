@@ -10,7 +10,7 @@ from jax import Array
 from lsgd_jax._src.wire.packing import Packing, joined
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """A flat buffer of leaves, cut into rows of one block; gaps between leaves stay.
 
     Attributes:
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     along = -1
 
     @classmethod
-    def of(cls, packing: Packing, b: int, block: int) -> "Rows":
+    def of(cls, packing: Packing, b: int, block: int) -> "BlockRows":
         """The blocks of a buffer; leaves without a gap between them form one run."""
         runs: list[tuple[int, int]] = []
         for _, start, size in packing.runs(b):
@@ -142,4 +142,4 @@ class Elements(NamedTuple):
     array = sent = arrived = blocks
 
 
-Layout = Rows | Along | Elements
+Layout = BlockRows | Along | Elements

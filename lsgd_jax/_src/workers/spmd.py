@@ -110,7 +110,7 @@ def compiled(
         found = layouts.Layouts(args, map(grid.spec_of, shardings, flags), one)
         flat = _OnLeaves(call, structure, grid)
         with layouts.known(found), during(NAMES, grid.names):
-            traced = _trace(flat, one, uniform.claims(args, grid.sizes), grid, meetings)
+            traced = _trace(flat, one, uniform.leaf_axes(args, grid.sizes), grid, meetings)
             specs = [None] * len(flat.specs) if grid.is_explicit else flat.specs
             spmd = _spmd(traced, grid, flags, flat.shared, specs)
             return flat.results.unflatten(spmd(*leaves))
@@ -138,13 +138,13 @@ class _OnLeaves:
       results: the structure of the results. This and all below are known after a call.
       shared: for each result, whether it is the same on all workers.
       specs: for each result, its known layout inside a worker, or None.
-      claims: see `uniform.claims`.
+      leaf_axes: see `uniform.leaf_axes`.
     """
 
     results: Any
     shared: list[bool]
     specs: list[Spec | None]
-    claims: list[uniform.Claim]
+    leaf_axes: list[uniform.LeafAxes]
 
     def __init__(self, fn: Callable, args: Any, grid: Grid):
         self._fn = fn
@@ -156,14 +156,14 @@ class _OnLeaves:
         found, self.results = jax.tree.flatten(outputs)
         self.shared = shared_flags(outputs)
         self.specs = layouts.of_known(outputs)
-        self.claims = uniform.claims(outputs, self._grid.sizes)
+        self.leaf_axes = uniform.leaf_axes(outputs, self._grid.sizes)
         return found
 
 
 def _trace(
     fn: _OnLeaves,
     shapes: Sequence[Any],
-    claims: Sequence[uniform.Claim],
+    leaf_axes: Sequence[uniform.LeafAxes],
     grid: Grid,
     meetings: Meetings,
 ) -> Callable[..., list[Any]]:
@@ -175,7 +175,7 @@ def _trace(
     Args:
       fn: the function, written for one worker.
       shapes: one worker's arguments: anything with a shape, a dtype and a weak type.
-      claims: those of the arguments, see `uniform.claims`.
+      leaf_axes: those of the arguments, see `uniform.leaf_axes`.
       grid: the positions of the workers.
       meetings: the axes along which programs communicate.
 
@@ -196,7 +196,7 @@ def _trace(
     trace = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)
     with during(EXCHANGES, exchanges), during(SLOTS, slots):
         traced, types = trace(*shapes)
-    uniform.check(traced.jaxpr, claims, fn.claims, grid.sizes)
+    uniform.check(traced.jaxpr, leaf_axes, fn.leaf_axes, grid.sizes)
     meetings.check(traced.jaxpr, exchanges, grid.sizes)
     (mapped,) = traced.eqns
     body = jaxpr_as_fun(ClosedJaxpr(with_whole_tables(mapped.params["jaxpr"]), ()))

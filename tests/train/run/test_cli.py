@@ -251,7 +251,7 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     config = cli.parse(["text", "--config=~/some.json", "--run-dir=~/x"])
     assert config.data.files == (f"{tmp_path}/a", "~b/~")
     assert (config.runs, config.run_dir) == (f"{tmp_path}/runs", f"{tmp_path}/x")
-    options = cli.run(compare.Options, ["text", "--out=~/out"], "compare")
+    options = cli.run(compare.CompareOptions, ["text", "--out=~/out"], "compare")
     assert options.out == tmp_path / "out"
 
 

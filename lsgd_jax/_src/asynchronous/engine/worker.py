@@ -17,7 +17,7 @@ from lsgd_jax._src.asynchronous.engine.contents import (
     finite,
     on_host,
 )
-from lsgd_jax._src.asynchronous.engine.coordinator import Claim, Report, Status
+from lsgd_jax._src.asynchronous.engine.coordinator import NextAction, Status, WorkerReport
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import sharding_of
 from lsgd_jax._src.asynchronous.engine.transport import Transport
@@ -112,10 +112,10 @@ class Worker:
         self.resumed, self._has_stepped, self._kept = False, False, None
         self.sharding = sharding_of(self.params)
         self._losses: deque[float] = deque(maxlen=method.window)
-        self.report, self.number = Report(), 0
+        self.report, self.number = WorkerReport(), 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
-        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
+        self._asked: tuple[int, asyncio.Task[NextAction]] | None = None
         self.is_finite: Any = True
         self.measure: Callable[[], float] = lambda: 0.0
         self.reference: Callable[[], Tree] = lambda: None

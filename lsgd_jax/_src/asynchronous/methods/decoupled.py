@@ -25,7 +25,7 @@ from lsgd_jax._src.asynchronous.engine.sharding import on_cpu
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
-    Outer,
+    FragmentState,
     delayed_nesterov,
 )
 from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
@@ -257,7 +257,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     async def _turns(
         self, offers: dict[int, Callable[[], Snapshot]]
-    ) -> dict[int, Outer | None]:
+    ) -> dict[int, FragmentState | None]:
         """Takes turns, or fetches their fragments from the workers that have taken them.
 
         Args:
@@ -266,7 +266,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         Returns:
           For each turn the outer state after it, or None if their holder has failed.
         """
-        outers, me = dict[int, Outer | None](), self.worker.index
+        outers, me = dict[int, FragmentState | None](), self.worker.index
         for number, offer in offers.items():
             taker = min(await self.transport.round(("turn", number), None, [me]))
             if taker != me:
@@ -315,7 +315,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         wanted = adaptive_deadline(self._lags, deviations) if self._lags else step
         return max(LEAST * step, min(wanted, self._period * step - waited))
 
-    def _moved(self, p: int, answers: dict[int, Snapshot]) -> Outer:
+    def _moved(self, p: int, answers: dict[int, Snapshot]) -> FragmentState:
         """Returns the outer state after the answers of a turn."""
         outer, method = self.outers[p], self._method
         counts = lambda answer: answer.measure > 0 and finite(answer.params)

@@ -8,7 +8,7 @@ from lsgd_jax._src.asynchronous.engine.contents import combined
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
-    Outer,
+    FragmentState,
     delayed_nesterov,
     or_none,
 )
@@ -156,7 +156,7 @@ class DiLoCoWorker(AnchorWorker):
 
     async def _take_turn(
         self, gradient: Tree, weight: float, known: int, holder: int
-    ) -> tuple[int, Outer]:
+    ) -> tuple[int, FragmentState]:
         """Contributes a pseudo-gradient and returns (turn, outer state) of its turn.
 
         Args:
@@ -189,7 +189,7 @@ class DiLoCoWorker(AnchorWorker):
 
     async def _moved(
         self, number: int, gradient: Tree, came: dict[int, float], holders: dict[int, int]
-    ) -> Outer:
+    ) -> FragmentState:
         """Returns the outer state after the pseudo-gradients of a turn."""
         outer, me = await self._latest(holders), self.worker.index
         requests = {
@@ -207,7 +207,7 @@ class DiLoCoWorker(AnchorWorker):
         delta = combined(weighted, *(arrived[i] for i in given))
         return self.moved(outer, delta, number)
 
-    async def _latest(self, holders: dict[int, int]) -> Outer:
+    async def _latest(self, holders: dict[int, int]) -> FragmentState:
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
             if number > self.turn:

@@ -1,9 +1,9 @@
 """The message form of a group: the kernel's rules among asynchronous workers.
 
 A `Rule` communicates in one place, `agree`, and only through its group. `Agreement` traces
-`kernel.send` with a group whose messages are equations of a `Program`. `Conversation` runs
-the program and sends its messages. So every rule runs unchanged on any engine, and messages
-are encoded and decoded in compiled parts, on the worker's device.
+`kernel.send` with a group whose messages are equations of a `SegmentedJaxpr`.
+`Conversation` runs its parts and sends its messages. So every rule runs unchanged on any
+engine, and messages are encoded and decoded in compiled parts, on the worker's device.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jax import Array
 from lsgd_jax._src.asynchronous.engine.sharding import placed_like
 from lsgd_jax._src.asynchronous.engine.transport import Transport
 from lsgd_jax._src.asynchronous.methods.driver import Peers
-from lsgd_jax._src.asynchronous.methods.program import Message, Program, ask
+from lsgd_jax._src.asynchronous.methods.program import Message, SegmentedJaxpr, ask
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
 from lsgd_jax._src.layouts import on_one_device
@@ -75,7 +75,7 @@ class Agreement:
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
         self._pull, self._size, self._grid = pull, size, grid
         self.send = jax.jit(self._traced)
-        self._programs: dict[Any, tuple[Program, Any]] = {}
+        self._programs: dict[Any, tuple[SegmentedJaxpr, Any]] = {}
 
     async def __call__(
         self, answered: Callable[[Message], Awaitable[Tree]], *given: Any
@@ -84,7 +84,7 @@ class Agreement:
         traced = self.send.trace(*given)
         if traced.jaxpr not in self._programs:
             structure = jax.tree.structure(traced.out_info)
-            self._programs[traced.jaxpr] = Program(traced.jaxpr), structure
+            self._programs[traced.jaxpr] = SegmentedJaxpr(traced.jaxpr), structure
         program, structure = self._programs[traced.jaxpr]
         return structure.unflatten(await program.run(jax.tree.leaves(given), answered))
 

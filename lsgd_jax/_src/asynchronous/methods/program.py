@@ -1,7 +1,7 @@
 """A function traced once and cut at its messages, with parts that are compiled once each.
 
 While a rule is traced, each message is one equation of its jaxpr. The equations between
-two messages form a part. `Program.run` calls the compiled parts in order, awaits the
+two messages form a part. `SegmentedJaxpr.run` calls the compiled parts in order, awaits the
 messages between them, and hands on what later parts read.
 """
 
@@ -68,11 +68,11 @@ class Part:
     writes: Sequence[Any]
     alive: set[Any]
     compute: Callable[..., Sequence[Any]] | None = None
-    branches: Sequence["Program"] = ()
+    branches: Sequence["SegmentedJaxpr"] = ()
     equation: Any = None
 
 
-class Program:
+class SegmentedJaxpr:
     """A jaxpr, cut at its messages.
 
     Args:
@@ -93,7 +93,7 @@ class Program:
         if last.primitive is MESSAGE:
             return Part(last.invars, last.outvars, alive, equation=last)
         if speaks(last):
-            branches = list(map(Program, last.params["branches"]))
+            branches = list(map(SegmentedJaxpr, last.params["branches"]))
             return Part(last.invars, last.outvars, alive, branches=branches)
         own = [v for equation in equations for v in equation.outvars]
         writes = [v for v in own if v in alive]

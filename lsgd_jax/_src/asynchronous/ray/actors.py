@@ -30,13 +30,13 @@ AGAIN = 0.02  # seconds until a busy worker is asked again
 LOST = "the run cannot go on, because its coordinator was lost: resume it"
 
 
-class Job(NamedTuple):
+class RunSpec(NamedTuple):
     """The run, as all of its actors know it.
 
     Attributes:
       name: of the run, unique; its actors are named after it.
       begun: when the run began, in seconds since the epoch.
-      Others: as for `ray_engine.run` and `ray_cluster.Options`.
+      Others: as for `ray_engine.run` and `ray_engine.ClusterOptions`.
     """
 
     name: str
@@ -157,11 +157,13 @@ class WorkerActor:
     would wait for the step that is being computed.
     """
 
-    def __init__(self, job: Job, i: int, is_restarted: bool):
-        self.job, self.index = job, i
-        position = GridPosition(i, job.nodes, job.locals)
-        mailbox = Mailbox(job.method.wire, i)
-        self.transport = RayTransport(job.name, position, job.timeout, mailbox, job.begun)
+    def __init__(self, spec: RunSpec, i: int, is_restarted: bool):
+        self.spec, self.index = spec, i
+        position = GridPosition(i, spec.nodes, spec.locals)
+        mailbox = Mailbox(spec.method.wire, i)
+        self.transport = RayTransport(
+            spec.name, position, spec.timeout, mailbox, spec.begun
+        )
         self.worker: Worker | None = None
         # Otherwise all threads could wait for sums whose parts no thread is left to give.
         self._waiting = threading.Semaphore(WAITING)
@@ -192,7 +194,7 @@ class WorkerActor:
             answer = mailbox.wait(ask, timeout=0.0)
             return buffered(BUSY if answer is None else answer)
         try:
-            return buffered(mailbox.wait(ask, self.job.timeout))
+            return buffered(mailbox.wait(ask, self.spec.timeout))
         finally:
             self._waiting.release()
 
@@ -212,11 +214,11 @@ class WorkerActor:
 
 
 async def _train(actor: WorkerActor, state: Any, all_lost: bool) -> Any:
-    job, i = actor.job, actor.index
-    if all_lost and (state := job.restore(i)) is None:
+    spec, i = actor.spec, actor.index
+    if all_lost and (state := spec.restore(i)) is None:
         raise RuntimeError("all workers were lost, and there is nothing to restore")
-    training, restore = job.make_training(i), lambda: job.restore(i)
-    worker = Worker(training, job.method, actor.transport, job.steps, restore)
+    training, restore = spec.make_training(i), lambda: spec.restore(i)
+    worker = Worker(training, spec.method, actor.transport, spec.steps, restore)
     if state is not None:
         worker.take_over(state)
     actor.worker = worker

@@ -26,7 +26,7 @@ SILENCE = 30.0  # seconds without the head of a cluster; Ray ends this process a
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ClusterOptions:
     """Where the workers run, and how long they wait for each other.
 
     Attributes:
@@ -161,7 +161,7 @@ class Health:
 
 
 @contextmanager
-def cluster(options: Options, workers: int) -> Generator[Health]:
+def cluster(options: ClusterOptions, workers: int) -> Generator[Health]:
     """Connects this process to a cluster of Ray, or starts one; any runs inside use it.
 
     workers: number of workers for which a cluster that is started must have room.

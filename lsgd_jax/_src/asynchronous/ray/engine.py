@@ -20,15 +20,15 @@ from lsgd_jax._src.asynchronous.engine.worker import Method, Training
 from lsgd_jax._src.asynchronous.ray.actors import (
     LOST,
     THREADS,
-    Job,
+    RunSpec,
     WorkerActor,
     coordinator_name,
     worker_name,
 )
 from lsgd_jax._src.asynchronous.ray.cluster import (
     EVERY,
+    ClusterOptions,
     Health,
-    Options,
     beside,
     cluster,
     environment,
@@ -119,7 +119,7 @@ def run(
     locals: int,
     steps: int,
     *,
-    options: Options | None = None,
+    options: ClusterOptions | None = None,
     states: Sequence[Any] | None = None,
     restore: Callable[[int], Any] = lambda i: None,
     on_status: Callable[[Status, Remote], Any] = lambda status, remote: None,
@@ -152,10 +152,10 @@ def run(
     For example ``run(make_training, Pulls(lsgd(), budget=True), nodes=1, locals=4,
     steps=1000)`` where ``make_training(i)`` gives a `Training`.
     """
-    options = Options() if options is None else options
+    options = ClusterOptions() if options is None else options
     before = handlers()
     with cluster(options, nodes * locals) as health, signals(before) as signaled:
-        job = Job(
+        spec = RunSpec(
             name="",
             make_training=make_training,
             method=method,
@@ -166,7 +166,7 @@ def run(
             timeout=options.timeout,
             begun=time.time(),
         )
-        actors = _Actors(job, options, states or [None] * (nodes * locals), health)
+        actors = _Actors(spec, options, states or [None] * (nodes * locals), health)
         try:
             return actors.train(on_status, signaled)
         finally:
@@ -178,14 +178,16 @@ class _Actors:
     """The actors of one run: starts them, follows them, and restarts lost workers.
 
     Args:
-      job: the run, which is named anew whenever all actors are started.
+      spec: the run, which is named anew whenever all actors are started.
       options: where the workers run, and with which limits.
       states: the state that each worker begins from, or None.
       health: of Ray.
     """
 
-    def __init__(self, job: Job, options: Options, states: Sequence[Any], health: Health):
-        self._job, self._options, self._states = job, options, states
+    def __init__(
+        self, spec: RunSpec, options: ClusterOptions, states: Sequence[Any], health: Health
+    ):
+        self._spec, self._options, self._states = spec, options, states
         self._health = health
         self._everyone = range(len(states))
         self.workers: list[Any] = [None] * len(states)
@@ -199,17 +201,17 @@ class _Actors:
     def _begin(self, all_lost: bool) -> None:
         """Starts the coordinator, beside this process, and all workers."""
         options, name = self._options, f"lsgd-{uuid.uuid4().hex[:8]}"
-        job = self._job = self._job._replace(name=name)
+        spec = self._spec = self._spec._replace(name=name)
         self._until, self._all_lost = time.monotonic() + options.start, all_lost
         self._runs: dict[Any, int] = {}  # the worker of each call of `run`
         self._places: dict[Any, int] = {}  # the worker of each call of `where`
         self._restarted: set[int] = set()
         count = len(self._everyone)
         coordinator = beside(
-            Coordinator, name=coordinator_name(job.name), max_concurrency=1000 + 4 * count
+            Coordinator, name=coordinator_name(spec.name), max_concurrency=1000 + 4 * count
         )
         self.coordinator = coordinator.remote(
-            count, job.steps, job.method.period, job.timeout, options.start
+            count, spec.steps, spec.method.period, spec.timeout, options.start
         )
         for i in self._everyone:
             self._start(i)
@@ -223,9 +225,9 @@ class _Actors:
         worker = self.workers[i] = actor.options(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
-            name=worker_name(self._job.name, i),
+            name=worker_name(self._spec.name, i),
             runtime_env={"env_vars": env},
-        ).remote(self._job, i, i in self._restarted)
+        ).remote(self._spec, i, i in self._restarted)
         self._places[worker.where.remote()] = i
         self._runs[worker.run.remote(self._states[i], self._all_lost)] = i
 

@@ -14,7 +14,7 @@ from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.engine.transport import GridPosition
 from lsgd_jax._src.asynchronous.methods.peer import Joinable, Peer
 from lsgd_jax._src.asynchronous.ray.actors import RayTransport, worker_name
-from lsgd_jax._src.asynchronous.ray.cluster import Options, beside, cluster
+from lsgd_jax._src.asynchronous.ray.cluster import ClusterOptions, beside, cluster
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.trees import Tree
 
@@ -69,7 +69,7 @@ def join(
         raise ValueError(f"`rank` must be in 0..{num_workers - 1}, got {rank=}")
     position = GridPosition(rank, 1, num_workers)
     with ExitStack() as stack:
-        stack.enter_context(cluster(Options(address=address, timeout=timeout), 1))
+        stack.enter_context(cluster(ClusterOptions(address=address, timeout=timeout), 1))
         actor = _started(name, rank, method, timeout)
         stack.callback(ray.kill, actor)
         mailbox = ServedMailbox(method, rank, actor, timeout)

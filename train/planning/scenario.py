@@ -8,7 +8,13 @@ from typing import Any
 import lsgd_jax as lj
 from train.config import methods as trained
 from train.planning import engine, laws
-from train.planning.candidates import ASYNCHRONOUS, Candidate, Method, asynchronous, methods
+from train.planning.candidates import (
+    ASYNCHRONOUS,
+    Candidate,
+    MethodVariant,
+    asynchronous,
+    methods,
+)
 from train.planning.links import WIRES, Link
 from train.planning.unequal import Unequal
 
@@ -20,7 +26,7 @@ SPARSE = 32  # the shortest period of sparse-diloco; its default is 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Scenario:
     """The training to plan for.
 
     Attributes:
@@ -78,7 +84,7 @@ class Setting:
             ]
         return sorted(found, key=lambda x: x.seconds)  # stable: the simplest first
 
-    def _with_periods(self, method: Method, share: float) -> Iterator[Candidate]:
+    def _with_periods(self, method: MethodVariant, share: float) -> Iterator[Candidate]:
         if method.name == "allreduce":
             yield self._of_equals(method, (1,))
             return
@@ -91,7 +97,7 @@ class Setting:
         if method.name != "diloco" or self.tokens is None or periods[0] > KNOWN[-1]:
             yield self._of_equals(method, periods)
 
-    def _shortest_free(self, method: Method) -> int:
+    def _shortest_free(self, method: MethodVariant) -> int:
         """The shortest period from a law's on for which the link is fast enough.
 
         All workers exchange once in a period: each sends anchor and momentum to another.
@@ -101,7 +107,7 @@ class Setting:
         seconds = size / self.widest.network.bandwidth
         return min(power_of_two(max(KNOWN[0], seconds / step)), LONGEST)
 
-    def _shortest(self, method: Method, share: float) -> tuple[int, ...]:
+    def _shortest(self, method: MethodVariant, share: float) -> tuple[int, ...]:
         """The shortest periods with which workers wait at most this share of the time.
 
         LSGD's levels get half of the time each, and the outer period is not shorter. A
@@ -120,11 +126,11 @@ class Setting:
             periods.append(least)
         return tuple(periods[-1:] * (levels - len(periods)) + periods)
 
-    def candidate(self, method: Method, periods: tuple[int, ...]) -> Candidate:
+    def candidate(self, method: MethodVariant, periods: tuple[int, ...]) -> Candidate:
         """A method with these periods."""
         return self._simulated(self._of_equals(method, periods))
 
-    def _of_equals(self, method: Method, periods: tuple[int, ...]) -> Candidate:
+    def _of_equals(self, method: MethodVariant, periods: tuple[int, ...]) -> Candidate:
         """A method with these periods, among workers that do not differ."""
         step, steps, settings = self._pace(method, periods[-1])
         exchanges, sent, peak = self._exchanges(method, periods)
@@ -138,7 +144,7 @@ class Setting:
         return Candidate(*timed, hides=hides)
 
     def _pace(
-        self, method: Method, period: int
+        self, method: MethodVariant, period: int
     ) -> tuple[float, int | None, Mapping[str, float]]:
         """Seconds of a step, number of steps, and settings that laws have."""
         settings: dict[str, float] = {}
@@ -155,7 +161,7 @@ class Setting:
         return total / steps, steps, settings
 
     def _exchanges(
-        self, method: Method, periods: tuple[int, ...]
+        self, method: MethodVariant, periods: tuple[int, ...]
     ) -> tuple[tuple[tuple[float, int], ...], float, float]:
         """The exchanges of a method, and a worker's bytes per step and in one of them."""
         if method.name in ASYNCHRONOUS:
@@ -204,12 +210,14 @@ class Setting:
         return lj.asynchronous.Network(network.bandwidth, network.latency, *inside)
 
 
-def _timed(found: Candidate) -> list[engine.Exchange]:
+def _timed(found: Candidate) -> list[engine.TimedExchange]:
     """The exchanges of a candidate in lock step. All but the last are inside a node."""
     delay = found.method.delay
     inside = [("local",)] * (len(found.exchanges) - 1)
     return [
-        engine.Exchange(seconds if delay else found.exposed(seconds), every, delay, axes)
+        engine.TimedExchange(
+            seconds if delay else found.exposed(seconds), every, delay, axes
+        )
         for (seconds, every), axes in zip(found.exchanges, [*inside, ("node", "local")])
     ]
 
