@@ -68,26 +68,28 @@ SIMULATING = "simulating methods with workers that differ, which may take minute
 
 def of_numbers(options: PlanOptions) -> tuple[Scenario, list[str]]:
     """The scenario of a plan without an experiment, and its sources."""
-    size, sites, mbit = options.size, options.sites, options.mbit
-    assert size is not None and sites is not None and mbit is not None
-    chip, count = (None, sites) if options.chips is None else options.chip
+    sites = options.sites
+    assert options.size is not None and options.mbit is not None and sites is not None
     scenario = Scenario(
-        size,
-        {ALL: Link.of(mbit, options.latency_ms, sites)},
+        options.size,
+        {ALL: Link.of(options.mbit, options.latency_ms, sites)},
         tokens=options.tokens,
         batch=options.batch,
-        chips=count,
+        chips=sites,
     )
+    if options.chips is not None:
+        chip, count = options.chip
+        scenario = dataclasses.replace(scenario, chips=count)
     if options.step_ms is not None:
-        step, steps = options.step_ms / 1e3, None
+        steps = None
         if options.tokens is not None and options.batch is not None:
             steps = math.ceil(options.tokens / options.batch)
-        scenario = dataclasses.replace(scenario, step=step, steps=steps)
-        words = f"a step: {options.step_ms:g} ms, as given"
+        scenario = dataclasses.replace(scenario, step=options.step_ms / 1e3, steps=steps)
+        source = f"a step: {options.step_ms:g} ms, as given"
         if options.tokens is None:
-            words += "; the plan is about time only, and says nothing about the loss"
-        return scenario, [words]
-    assert chip is not None and options.tokens is not None
+            source += "; the plan is about time only, and says nothing about the loss"
+        return scenario, [source]
+    chip, count = options.chip
     flops = options.efficiency * count * chip.flops
     scenario = dataclasses.replace(scenario, flops=flops)
     source = (
@@ -101,30 +103,33 @@ def of_experiment(
     options: PlanOptions, config: Config, session: Session
 ) -> tuple[Scenario, list[str]]:
     """The scenario of a plan for an experiment, and its sources."""
-    sites, workers = options.sites, config.workers
-    if sites is not None and not options.is_described:
+    # The workers that are planned for, which may be others than those measured here.
+    workers = config.workers
+    if options.sites is not None and not options.is_described:
         if session.has_others:
             raise ValueError("`sites` must be planned by one process, which measures one")
         grid = dataclasses.replace(workers, nodes=1, locals=1)
         config = dataclasses.replace(config, workers=grid)
-        workers = WorkersConfig(nodes=sites, locals=1)
+        workers = WorkersConfig(nodes=options.sites, locals=1)
     more: list[str] = []
-    is_known = None not in (options.step_ms, options.size, options.mbit)
-    if is_known:
-        scenario, source = Scenario(1.0, {}, step=0.0, steps=config.steps), "as given"
+    if None not in (options.step_ms, options.size, options.mbit):
+        scenario = Scenario(1.0, {}, step=0.0, steps=config.steps)
+        source = "as given"
     elif options.is_described:
         scenario, config, more = computed(config, options.pod())
-        workers, source = config.workers, "computed from the compiled program"
+        workers = config.workers
+        source = "computed from the compiled program"
     else:
-        scenario, source = measure(config, session), "measured here"
+        scenario = measure(config, session)
+        source = "measured here"
+    if options.step_ms is not None:
+        source = "as given"
     chips = workers.nodes * workers.locals * config.workers.devices_each
     scenario = dataclasses.replace(scenario, chips=chips)
     scenario = put(options, scenario, workers.nodes, workers.locals)
-    step, size = number(1e3 * (scenario.step or 0)), number(4 * scenario.parameters / 1e6)
-    where = source if options.step_ms is None else "as given"
     return scenario, [
-        f"a step without exchanges: {step} ms, {where}",
-        f"parameters: {size} MB in float32",
+        f"a step without exchanges: {number(1e3 * (scenario.step or 0))} ms, {source}",
+        f"parameters: {number(4 * scenario.parameters / 1e6)} MB in float32",
         *more,
         "no loss: laws are for language models of known size and number of tokens",
     ]
@@ -132,16 +137,16 @@ def of_experiment(
 
 def put(options: PlanOptions, scenario: Scenario, nodes: int, locals: int) -> Scenario:
     """Replaces measurements by given values."""
-    links, size = dict(scenario.links), options.size
-    if size is not None:
+    if options.step_ms is not None:
+        scenario = dataclasses.replace(scenario, step=options.step_ms / 1e3)
+    links = dict(scenario.links)
+    if options.size is not None:
+        scenario = dataclasses.replace(scenario, parameters=options.size)
         links = {name: link._replace(measured={}) for name, link in links.items()}
     if options.mbit is not None and nodes * locals > 1:
         widest = Link.of(options.mbit, options.latency_ms, nodes * locals)
         links[ALL if nodes > 1 else INSIDE] = widest
-    step = scenario.step if options.step_ms is None else options.step_ms / 1e3
-    return dataclasses.replace(
-        scenario, parameters=size or scenario.parameters, links=links, step=step
-    )
+    return dataclasses.replace(scenario, links=links)
 
 
 def measured(scenario: Scenario) -> str:
@@ -151,8 +156,15 @@ def measured(scenario: Scenario) -> str:
         seconds = link._replace(measured={}).seconds("mean", scenario.parameters)
         latency = link.network.all_reduce(link.workers, 0)
         rate = 4 * scenario.parameters / seconds / 1e6
-        row = {"exchange": name, "workers": link.workers, "time, ms": number(1e3 * seconds)}
-        rows.append(row | {"MB/s": number(rate), "latency, ms": number(1e3 * latency)})
+        rows.append(
+            {
+                "exchange": name,
+                "workers": link.workers,
+                "time, ms": number(1e3 * seconds),
+                "MB/s": number(rate),
+                "latency, ms": number(1e3 * latency),
+            }
+        )
     return tables.markdown(rows)
 
 
@@ -163,7 +175,8 @@ def main(arguments: Sequence[str]) -> int:
       The exit status: 0 or 2 (wrong usage). With several processes also 70: an unexpected
       error, and 75: a process was lost.
     """
-    session, config = Session(), None
+    session = Session()
+    config = None
     try:
         options, others = cli.run_with_others(PlanOptions, arguments, PROGRAM, __doc__)
         # tyro takes the value of an unknown option for the name of an experiment.
@@ -192,7 +205,9 @@ def plan(options: PlanOptions, config: Config | None, session: Session) -> int:
         else:
             compilation_cache.use(say=session.is_main and not options.json)
             scenario, sources = of_experiment(options, config, session)
-        found = planned(options, scenario, sources, session) if scenario.links else None
+        found = None
+        if scenario.links:
+            found = planned(options, scenario, sources, session)
     except (ValueError, ImportError) as error:
         if is_of_xla(error):
             raise
@@ -216,11 +231,12 @@ def planned(
                 scenario = dataclasses.replace(scenario, tell=tell)
         if options.watts is not None:
             sources = [*sources, ENERGY]
-        given = options.share, [*sources, EXCHANGES], options.price, options.watts
-        plan = Advice(scenario, *given)
+        advice = Advice(
+            scenario, options.share, [*sources, EXCHANGES], options.price, options.watts
+        )
         if options.plot is not None and session.is_main:
-            plan.draw(options.plot)
-    return plan
+            advice.draw(options.plot)
+    return advice
 
 
 def unknown(argument: str) -> str:
@@ -230,22 +246,22 @@ def unknown(argument: str) -> str:
     return f"unrecognized option {argument}{near}; see {PROGRAM} --help"
 
 
-def report(options: PlanOptions, plan: Advice | None) -> None:
+def report(options: PlanOptions, advice: Advice | None) -> None:
     """Prints the plan, or that there is nothing to plan."""
     console = progress.console(soft_wrap=True, markup=False)
-    if plan is None:
+    if advice is None:
         console.print("one worker: there are no exchanges to plan")
         return
     if options.json:
-        print(json.dumps(plan.to_json(), indent=2))
+        print(json.dumps(advice.to_json(), indent=2))
         return
     if options.experiment is not None:
-        console.print(measured(plan.scenario))
-    console.print(tables.markdown(plan.rows()))
-    for note in plan.notes():
+        console.print(measured(advice.scenario))
+    console.print(tables.markdown(advice.rows()))
+    for note in advice.notes():
         console.print(f"- {note}")
-    console.print(f"\n{plan.sentence()}")
-    for remark in plan.remarks():
+    console.print(f"\n{advice.sentence()}")
+    for remark in advice.remarks():
         console.print(remark)
 
 
