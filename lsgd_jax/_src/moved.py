@@ -1,11 +1,36 @@
 """Old public names, which work for one more minor version, with a warning."""
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from lsgd_jax._src.words import name_meant
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def renamed_argument(**names: str) -> Callable[[Function], Function]:
+    """Returns a decorator for a function whose arguments have new names.
+
+    Args:
+      **names: by the old name, the new one.
+    """
+
+    def decorator(function: Function) -> Function:
+        @functools.wraps(function)
+        def takes_both(*args: Any, **options: Any) -> Any:
+            for old in names.keys() & options.keys():
+                message = f"`{old}` is `{names[old]}` now; 0.6 drops the old name"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                options[names[old]] = options.pop(old)
+            return function(*args, **options)
+
+        return takes_both  # type: ignore[return-value]
+
+    return decorator
 
 
 def renamed(module: str, **names: Any) -> Callable[[str], Any]:

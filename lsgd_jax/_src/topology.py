@@ -193,9 +193,11 @@ def exponential(num_workers: int, peers: int = 1) -> Topology:
             f"graph of {num_workers} workers, got {peers=}"
         )
     count = math.lcm(len(hops), peers) // peers
-    turn = lambda r: {hops[(r * peers + k) % len(hops)] for k in range(peers)}
-    name = "exponential" + f" ({peers} peers)" * (peers > 1)
-    return _circulant(name, num_workers, [turn(r) for r in range(count)])
+    rounds = [
+        {hops[(r * peers + k) % len(hops)] for k in range(peers)} for r in range(count)
+    ]
+    name = "exponential" if peers == 1 else f"exponential ({peers} peers)"
+    return _circulant(name, num_workers, rounds)
 
 
 def bipartite_exponential(num_workers: int) -> Topology:
@@ -395,13 +397,15 @@ def check_one_peer(topology: Topology) -> None:
         )
 
 
-def _circulant(name: str, num_workers: int, hops: Sequence[set[int]]) -> Topology:
+def _circulant(name: str, num_workers: int, rounds: Sequence[set[int]]) -> Topology:
     """The graph in which i sends to i + hop mod W for each hop of a round."""
-    rounds = [
-        [(i, (i + hop) % num_workers) for hop in sorted(turn) for i in range(num_workers)]
-        for turn in hops
+    if num_workers == 1:
+        return _build(name, num_workers, [[]])
+    edges = [
+        [(i, (i + hop) % num_workers) for hop in sorted(hops) for i in range(num_workers)]
+        for hops in rounds
     ]
-    return _build(name, num_workers, rounds if num_workers > 1 else [[]])
+    return _build(name, num_workers, edges)
 
 
 def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Topology:

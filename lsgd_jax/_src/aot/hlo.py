@@ -144,7 +144,7 @@ class HloModule:
         name = name or self.entry
         yield self.computations[name], times, conditional
         for each in self.computations[name]:
-            # A worker is repaired in a loop that has no turns while all workers agree.
+            # A worker is repaired in a loop that has no iterations while all workers agree.
             is_repair = each.opcode == "while" and REPAIR in each.attributes
             if each.opcode in ("while", "conditional", "call") and not is_repair:
                 inside = conditional or each.opcode == "conditional"

@@ -15,7 +15,7 @@ from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
-from lsgd_jax._src.methods.gossip import blend, send, share, turns_on, weight_dtype
+from lsgd_jax._src.methods.gossip import blend, phase_rounds_on, send, share, weight_dtype
 from lsgd_jax._src.methods.scores import HOW
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
@@ -135,8 +135,8 @@ def pairwise(
         return trees.step_towards(own, z, f), takes_part | there, PairwiseState(mine)
 
     init = lambda params: PairwiseState(jnp.zeros([], weight_dtype(params)))
-    turns = turns_on(graph)
-    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=turns)
+    rounds = phase_rounds_on(graph)
+    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=rounds)
     return exchange(Pull(rule, 1.0), **options)
 
 
@@ -237,8 +237,8 @@ def gosgd(
         return z, takes_part | (mass > 0), SumWeightState(own + mass)
 
     init = lambda params: SumWeightState(jnp.ones([], weight_dtype(params)))
-    turns = turns_on(graph)
-    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=turns)
+    rounds = phase_rounds_on(graph)
+    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=rounds)
     return exchange(Pull(rule, 1.0), **options)
 
 

@@ -15,10 +15,10 @@ from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import (
     blend,
+    phase_rounds_on,
     send,
     share,
     taken_share,
-    turns_on,
     weight_dtype,
 )
 from lsgd_jax._src.shared import Axes
@@ -189,4 +189,4 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
             z = jax.tree.map(add_step, z, x, y)
         return z, takes_part | (mass > 0), PushSumState(weight, tuple(in_flight))
 
-    return Rule(axes, init, agree, step, keeps=(), turns=turns_on(graph))
+    return Rule(axes, init, agree, step, keeps=(), turns=phase_rounds_on(graph))

@@ -77,5 +77,5 @@ class Shares:
         return self.packing.unpack(buffers)
 
     def total(self, partial: Array, times: int = 1) -> Array:
-        """The sum of what workers computed of their shares; in a loop of `times` turns."""
+        """The sum over the workers' shares; in a loop of `times` iterations."""
         return self._group.add(partial, times) if self._is_cut else partial

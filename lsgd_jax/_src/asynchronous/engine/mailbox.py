@@ -56,7 +56,7 @@ class Mailbox:
         self._reference: Tree = None
         self._moved: Tree = None
         self._closed = False
-        self._turn = 0  # number of trees packed
+        self._packed = 0  # number of trees so far
         self.bytes_sent = 0
         self.state: Callable[[], Any] = lambda: None
 
@@ -79,8 +79,8 @@ class Mailbox:
 
     def packed(self, tree: Tree) -> Any:
         """Returns a tree as it travels. Stochastic rounding draws anew each time."""
-        self._turn += 1
-        return pack(tree, self.wire, self._turn, self._index)
+        self._packed += 1
+        return pack(tree, self.wire, self._packed, self._index)
 
     def encoded(self, tree: Tree, error: Tree = None) -> tuple[Any, Tree, Tree]:
         """Returns a tree as it travels, the tree that arrives, and the quantization error.

@@ -297,7 +297,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             if (lag := transport.now() - met) >= 0:
                 self._lags.append(lag)
 
-        self.peers.turn()
+        self.peers.count_choice()
         here = range(transport.position.workers) if status is None else status.present
         asked = [i for i in here if i not in given and self.peers.is_tried(i)]
         pending = {transport.start(bring(i)) for i in asked}

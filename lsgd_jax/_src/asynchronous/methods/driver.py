@@ -63,14 +63,14 @@ class Peers:
     def choose(self) -> int | None:
         """Returns a random peer that is not left out, or None without one."""
         tried = [i for i, left in self._left_out.items() if not left]
-        self.turn()
+        self.count_choice()
         return int(self.random.choice(tried)) if tried else None
 
     def is_tried(self, i: int) -> bool:
         """Returns whether a worker is not left out."""
         return not self._left_out.get(i, 0)
 
-    def turn(self) -> None:
+    def count_choice(self) -> None:
         """Counts one more choice."""
         self._left_out = {i: max(0, left - 1) for i, left in self._left_out.items()}
 

@@ -114,7 +114,7 @@ class LSGDWorker(Driver):
             self.counted[k] += pulls * budget
             if not pulls or k in self.in_flight:
                 continue
-            self.peers.turn()
+            self.peers.count_choice()
             steps = {i: status.reports[i].steps for i in level.group}
             moving = [i for i in steps if steps[i] > self._seen[k].get(i, 0)]
             self._seen[k] = steps

@@ -201,7 +201,7 @@ class Conversation:
             self._transport.mailbox.post(key, tree)
         if sources[position] >= 0:
             peer = self._group[sources[position]]
-            self._peers.turn()
+            self._peers.count_choice()
             if self._peers.is_tried(peer):
                 fetch = self._transport.ask(peer, "fetch", key)
                 got = await self._peers.answer(peer, fetch)

@@ -144,7 +144,7 @@ class OSGPWorker(Driver):
         there = range(self._workers)
         if status is not None:
             there = {*status.present, *status.finished}
-        self.peers.turn()
+        self.peers.count_choice()
         for peer in self._neighbors(mixing[me]):
             if self.peers.is_tried(peer) and peer in there:
                 answer = self.transport.ask(peer, "fetch", ("gossip", t))

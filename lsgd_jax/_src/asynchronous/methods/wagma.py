@@ -121,7 +121,7 @@ class WAGMAWorker(Driver):
         group = {self.worker.index}
         for hop in self._hops[(self.k - 1) % len(self._hops)]:
             group |= {i ^ hop for i in group}
-        self.peers.turn()
+        self.peers.count_choice()
         if len(group) > 1 and all(map(self.peers.is_tried, group)):
             await self._mix(sorted(group))
 

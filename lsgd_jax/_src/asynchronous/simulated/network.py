@@ -204,7 +204,8 @@ class Links:
         self._nodes, self._workers = nodes, workers
         self.sent, self.stuck = np.zeros(nodes), set[int]()
         self._flows, self._new = np.zeros(0, FLOW), list[tuple]()
-        self._last, self._turn = 0.0, 0
+        self._last = 0.0
+        self._version = 0  # of the rates
 
     def is_inside(self, source: int, target: int) -> bool:
         """Returns whether two workers are on one node."""
@@ -278,12 +279,12 @@ class Links:
 
     def changed(self, seconds: float = 0.0) -> None:
         """Recomputes the rates in some seconds, once for all flows that begin now."""
-        self._turn += 1
-        asyncio.get_running_loop().call_later(seconds, self._advance, self._turn)
+        self._version += 1
+        asyncio.get_running_loop().call_later(seconds, self._advance, self._version)
 
-    def _advance(self, turn: int) -> None:
+    def _advance(self, version: int) -> None:
         """Advances the flows to this time, and waits until the next one ends."""
-        if turn != self._turn:
+        if version != self._version:
             return
         now = asyncio.get_running_loop().time()
         soon = max(SOON, ROUNDINGS * math.ulp(now))  # otherwise `now + soon` may be `now`
