@@ -345,7 +345,8 @@ def read(folder: pathlib.Path) -> Curve:
       ValueError: the folder has no tests.
     """
     events = records.read(folder)
-    tests, train = events.get("test", []), events.get("train", [])
+    tests = events.get("test", [])
+    train = events.get("train", [])
     measure = of_events(tests)
     key = f"center_{measure.key}"
     tests = [test for test in tests if {key, "bytes_sent"} <= test.keys()]
@@ -434,7 +435,8 @@ def spread(numbers: Sequence[float], digits: int) -> str:
     >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2), spread([1.0, math.inf], 1)
     ('2.0 ± 1.0', '1.00', '1 of 2 diverged')
     """
-    if wrong := sum(not math.isfinite(x) for x in numbers):
+    wrong = sum(not math.isfinite(x) for x in numbers)
+    if wrong:
         return f"{wrong} of {len(numbers)} diverged" if len(numbers) > 1 else "diverged"
     mean = f"{statistics.mean(numbers):.{digits}f}"
     if len(numbers) == 1:
@@ -478,13 +480,15 @@ def draw(curves: dict[Key, Curve], path: pathlib.Path) -> None:
     """Draws the measure against steps, seconds and bytes, with one line per seed."""
     size = 3.5 * len(AGAINST) + 2.5, 4
     figure, panels = subplots(1, len(AGAINST), figsize=size, sharey=True)
-    measure, methods = measure_of(curves), list(dict.fromkeys(name for name, _ in curves))
+    measure = measure_of(curves)
+    methods = list(dict.fromkeys(name for name, _ in curves))
     colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
     diverged = {method for (method, _), curve in curves.items() if curve.diverged}
     for axes, (name, xlabel) in zip(panels, AGAINST.items()):
         top = axes.get_xaxis_transform()  # a value that is not finite has no y
         for (method, seed), curve in curves.items():
-            color, x = colors(methods.index(method)), getattr(curve, name)
+            color = colors(methods.index(method))
+            x = getattr(curve, name)
             mark = " (× diverged)" if method in diverged else ""
             label = None if seed else method + mark
             style = {"color": color, "ls": LINES[seed % len(LINES)], "lw": 1.2}

@@ -86,13 +86,15 @@ class Cluster:
         Raises:
           ValueError: an unknown kind, or chips that the sites cannot share.
         """
-        text, sites = self.chips or "", 1 if self.sites is None else self.sites
+        text = self.chips or ""
+        sites = 1 if self.sites is None else self.sites
         kind, _, shape = text.partition(":")
         if not re.fullmatch(r"\w+:\d+(x\d+)*", text):
             raise ValueError(
                 f"`chips` must be such as v5e:16x16 or h100:64, got chips={text}"
             )
-        chip, sizes = lj.aot.chip(kind), tuple(map(int, shape.split("x")))
+        chip = lj.aot.chip(kind)
+        sizes = tuple(map(int, shape.split("x")))
         count = math.prod(sizes)
         if count < 2:
             raise ValueError(f"`chips` must be at least 2, got chips={text}")
@@ -174,7 +176,8 @@ def compiled(
             "separate programs"
         )
     config = on(config, pod)
-    axes, locals = config.workers.axes, config.workers.locals
+    axes = config.workers.axes
+    locals = config.workers.locals
     sizes: dict[str, Any] = {"node": pod.groups, "local": locals, **axes}
     mesh = pod.mesh(**sizes)
     workers = lj.Workers(mesh=mesh, axes=("node", "local"))
@@ -214,7 +217,8 @@ def on(config: Config, pod: lj.aot.Pod) -> Config:
     Raises:
       ValueError: a worker's devices do not divide those of a slice or host.
     """
-    devices, each = len(pod.devices) // pod.groups, config.workers.devices_each
+    devices = len(pod.devices) // pod.groups
+    each = config.workers.devices_each
     if devices % each:
         raise ValueError(
             f"`workers.inside` must divide the {devices} devices of a {pod.unit}, got "

@@ -144,9 +144,11 @@ def parse(arguments: Sequence[str]) -> tuple[SimulateOptions, dict[str, Config]]
     for segment in own or [[]]:
         config = cli.parse([options.experiment, *others, *segment], command)
         chosen = config.method.name.replace(":", ".")
-        name, again = chosen, 2
+        name = chosen
+        again = 2
         while name in configs:
-            name, again = f"{chosen}-{again}", again + 1
+            name = f"{chosen}-{again}"
+            again = again + 1
         configs[name] = config
         method(config)
     for config in configs.values():
@@ -177,7 +179,8 @@ def method(config: Config) -> lj.asynchronous.Method:
     Raises:
       ValueError: the method cannot be simulated.
     """
-    chosen, optimizer = config.method, config.optimizer
+    chosen = config.method
+    optimizer = config.optimizer
     if chosen.is_asynchronous:
         return chosen.asynchronous()
     if chosen.row.first is not None and chosen.name != "allreduce":
@@ -244,7 +247,8 @@ class Recorded:
 
     def row(self) -> dict[str, Any]:
         """The row of this run in the table."""
-        measure, derived = measures.shown(self.tested)[0], self.summary()
+        measure = measures.shown(self.tested)[0]
+        derived = self.summary()
         stale = [step["staleness"] for step in self.steps] or [0]
         never = "" if any(self.bytes_sent) else tables.NEVER
         return {
@@ -266,7 +270,8 @@ def simulate(
     began = time.perf_counter()
 
     def observe(worker: lj.asynchronous.Worker) -> None:
-        now, report = worker.transport.now(), worker.report
+        now = worker.transport.now()
+        report = worker.report
         step = now, worker.index, worker.count, worker.loss, report.waited, report.staleness
         steps.append(dict(zip(STEP, step)))
 

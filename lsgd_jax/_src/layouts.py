@@ -129,7 +129,8 @@ def _mismatch(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> str:
         kinds = [type(node).__name__ for node in (tree, specs)]
         if type(specs) is not type(tree):
             return f"which has a {kinds[0]} {where}, got a {kinds[1]}"
-        own, given = dict(children(tree)), dict(children(specs))
+        own = dict(children(tree))
+        given = dict(children(specs))
         if own.keys() != given.keys():
             return f"which has {_listed(own)} {where}, got {_listed(given)}"
         differ = [x for x in own if not _is_prefix(given[x], own[x], is_spec)]
@@ -140,7 +141,8 @@ def _mismatch(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> str:
                 "pass a function (path, leaf) -> PartitionSpec"
             )
         path.append(differ[0])
-        specs, tree = given[differ[0]], own[differ[0]]
+        specs = given[differ[0]]
+        tree = own[differ[0]]
 
 
 def _is_prefix(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> bool:
@@ -384,7 +386,8 @@ def shard_by_shard(
       out: from the specs of the trees to the specs of what fn returns. Defaults to those
         of the first tree.
     """
-    axes, layouts = known_axes(), _KNOWN.get()
+    axes = known_axes()
+    layouts = _KNOWN.get()
     if not axes or layouts is None:
         return fn(*trees)
     specs = tuple(map(layouts.specs, trees))
@@ -405,7 +408,8 @@ def sharded_over(tree: Tree) -> list[tuple[str, ...]]:
 
 def axes_by_dimension(tree: Tree) -> list[list[tuple[str, ...]]]:
     """For each leaf the axes over which each dimension is sharded in `shard_by_shard`."""
-    axes, layouts = known_axes(), _KNOWN.get()
+    axes = known_axes()
+    layouts = _KNOWN.get()
     if not axes or layouts is None:
         return [[]] * len(jax.tree.leaves(tree))
     return [_names_by_dimension(spec or Spec()) for spec in layouts.of_leaves(tree)]
@@ -420,7 +424,8 @@ def shard_nbytes(tree: Tree) -> int:
 
 def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:
     """Returns x[index]; from a sharded x it moves no more than this element."""
-    axes, layouts = known_axes(), _KNOWN.get()
+    axes = known_axes()
+    layouts = _KNOWN.get()
     spec = layouts.spec(keys(path), x.shape) if axes and layouts else None
     if spec is None or not names_of(spec):
         return x[index]

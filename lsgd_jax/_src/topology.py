@@ -62,7 +62,8 @@ class Topology:
         """
         matrices = np.zeros((len(self.rounds), self.num_workers, self.num_workers))
         for r, round in enumerate(self.rounds):
-            if (given := self.weights[r]) is not None:
+            given = self.weights[r]
+            if given is not None:
                 matrices[r] = given
                 continue
             shares = 1 / (self.out_degrees[r] + 1)
@@ -248,7 +249,8 @@ def matchings(num_workers: int, rounds: int = 16, seed: int = 0) -> Topology:
     """
     check_positive_int("num_workers", num_workers)
     check_positive_int("rounds", rounds)
-    rng, half = np.random.default_rng(seed), num_workers // 2
+    rng = np.random.default_rng(seed)
+    half = num_workers // 2
     edges = list[list[Edge]]()
     for _ in range(rounds):
         order = rng.permutation(num_workers).tolist()
@@ -445,7 +447,8 @@ def _check_weights(matrices: np.ndarray, graph: Topology) -> None:
             raise ValueError(
                 f"`weights` must be finite and at least 0, got {P.min()} in round {r}"
             )
-        if not (kept := P.diagonal()).all():
+        kept = P.diagonal()
+        if not kept.all():
             raise ValueError(
                 "every worker must keep a share of its own, P[j, j] > 0, got 0 for worker "
                 f"{int(kept.argmin())} in round {r}"
@@ -493,14 +496,16 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Permutations:
     for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % num_workers, e)):
         source, node = ends(edge)
         common = free(source, node)
-        here, other = (common or free(source))[0], (common or free(node))[0]
+        here = (common or free(source))[0]
+        other = (common or free(node))[0]
         at[source][here] = edge
         # The edge takes the color from another edge at this node, which takes the other
         # color, and so on along the path.
         while displaced := at[node].pop(here, None):
             at[node][here], at[node][other] = edge, displaced
             near, far = ends(displaced)
-            edge, node = displaced, far if node == near else near
+            edge = displaced
+            node = far if node == near else near
             del at[node][here]
             here, other = other, here
         at[node][here] = edge

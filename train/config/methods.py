@@ -263,7 +263,8 @@ class MethodConfig:
         learning_rate: optax.ScalarOrSchedule,
         **given: Any,
     ) -> Any:
-        row, options = self.row, vars(self)
+        row = self.row
+        options = vars(self)
         for name, parameter in inspect.signature(factory).parameters.items():
             option = row.renamed.get(name, name)
             if name in row.made:
@@ -289,7 +290,9 @@ def _options(function: Factory, row: Row) -> type:
 
     Its docstring is that of the function, in which tyro finds the help of the options.
     """
-    hints, doc, fields = typing.get_type_hints(function), inspect.getdoc(function), []
+    hints = typing.get_type_hints(function)
+    doc = inspect.getdoc(function)
+    fields = []
     for name, parameter in inspect.signature(function).parameters.items():
         option = row.renamed.get(name, name)
         given = name in row.made or option in GIVEN or parameter.kind in PACKED
@@ -398,7 +401,8 @@ def _own(name: str) -> Row:
     def checked(*args: Any, **options: Any) -> Any:
         made = factory(*args, **options)
         if _place(type(made)) != place:
-            kind, says = type(made).__name__, getattr(result, "__name__", result)
+            kind = type(made).__name__
+            says = getattr(result, "__name__", result)
             raise ValueError(f"{refusal}it returned {kind}, its annotation says {says}")
         return made
 

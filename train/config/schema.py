@@ -93,7 +93,8 @@ Positive = Annotated[float, POSITIVE]
 
 # Notes for settings that may change when a run is resumed (for its workers see
 # train.run.resharding), and for settings that may also differ from process to process.
-FREE, LOCAL = "free on resume", "free on resume and per process"
+FREE = "free on resume"
+LOCAL = "free on resume and per process"
 PATH = "a path, which may begin with ~"
 
 CIFAR10, IMAGENET, TEXT, TRANSLATION = (
@@ -437,7 +438,8 @@ def settings_of(
     """Yields the settings of a dataclass by their full names."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        hint, every = hints[field.name], notes
+        hint = hints[field.name]
+        every = notes
         if typing.get_origin(hint) is Annotated:
             hint, *more = typing.get_args(hint)
             every = *notes, *more
@@ -515,11 +517,14 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     Raises:
       ValueError: an option of Ray has no effect.
     """
-    grid, net, optimizer = config.workers, config.transformer, config.optimizer
+    grid = config.workers
+    net = config.transformer
+    optimizer = config.optimizer
     most = MOST_WORKERS // grid.locals
     rule = f"at most {most} with workers.locals={grid.locals}"
     yield "workers.nodes", rule, grid.nodes <= most
-    each, warmup = grid.devices_each, optimizer.warmup_steps
+    each = grid.devices_each
+    warmup = optimizer.warmup_steps
     rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
     yield "batch_size", rule, config.batch_size % each == 0
     rule = f"divisible by twice the heads (transformer.heads={net.heads})"
@@ -531,7 +536,9 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     both = bool(config.data.source) == bool(config.data.target)
     yield "data.target", "given with data.source, and only then", both
 
-    own, ray, values = config.distributed, config.ray, fields(config)
+    own = config.distributed
+    ray = config.ray
+    values = fields(config)
     if {"method.local_period", "method.global_period"} <= values.keys():
         local = values["method.local_period"]
         rule = f"at least method.local_period={local}"
@@ -584,7 +591,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         is_group = isinstance(value, dict) and value
         more = flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
-        if twice := values.keys() & more.keys():
+        twice = values.keys() & more.keys()
+        if twice:
             raise ValueError(f"{min(twice)} is given twice")
         values |= more
     return values

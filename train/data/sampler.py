@@ -32,7 +32,8 @@ class EpochSampler:
                 f"worker, got batch_size={batch_size}; use a smaller batch, fewer "
                 "workers, or --data.no-shard"
             )
-        self.batch_size, self.steps_per_epoch = batch_size, size // batch_size
+        self.batch_size = batch_size
+        self.steps_per_epoch = size // batch_size
 
         @functools.lru_cache(maxsize=2)  # reading ahead alternates between two epochs
         def orders(epoch: int, workers: range) -> np.ndarray:

@@ -67,7 +67,8 @@ def cifar10(size: int = 28, padding: int = 0) -> Transforms:
       size: side of the crops.
       padding: width of the black border that is added before a random crop.
     """
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2023, 0.1994, 0.2010)
     scale = lambda images: normalize(images, mean, std)
     border = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     pad = lambda images: jnp.pad(images, border) if padding else images

@@ -77,13 +77,15 @@ class MetricsBuffer:
         losses: Sequence[Sequence[float]] = (),
         closes: Callable[[int], int] = lambda step: step,
     ):
-        self.recent, self.read = recent, step
+        self.recent = recent
+        self.read = step
         self._workers = workers
         self._diagnose = jax.jit(lj.diagnostics)
         self._wait = jax.jit(lj.waiting)
         pulls = workers.fetch(self._diagnose(opt_state))
         self._last = pulls
-        self._closes, self._pulls = closes, pulls
+        self._closes = closes
+        self._pulls = pulls
         self._closes_at, self._exchange = step, 0  # of this interval; 0: none
         self._distances: dict[int, Array] = {}
         self._electing = [pull for pull in pulls if pull.leader is not None]
@@ -128,7 +130,8 @@ class MetricsBuffer:
 
     def take_elections(self) -> list[Election]:
         """Elections that have not been read. Blocks until the latest one is complete."""
-        taken, self._elections = self._elections, []
+        taken = self._elections
+        self._elections = []
         return self._fetched(taken)
 
     def _fetched(self, elections: list[tuple[int, Any]]) -> list[Election]:
@@ -141,7 +144,8 @@ class MetricsBuffer:
         now = [read(state.opt_state) for read in (self._diagnose, self._wait)]
         distances = self._distances | {step: distance}
         self._closed.append((step, self._elections, self._exchange, distances, *now))
-        self._elections, self._distances = [], {step: distance}
+        self._elections = []
+        self._distances = {step: distance}
         return self._read() if len(self._closed) > 1 else None
 
     def flush(self) -> Interval | None:
@@ -153,11 +157,14 @@ class MetricsBuffer:
         distances, diagnostics, waiting = self._workers.fetch(others)
         around = [distances.get(at) for at in (exchange - 1, exchange)]
         apart, together = (None if x is None else float(x) for x in around)
-        before, self._last = self._last, diagnostics
+        before = self._last
+        self._last = diagnostics
         restored, dropped = _counts(diagnostics) - _counts(before)
         self.read_losses(step)
-        count, self._reported = step - self._reported, step
-        losses, self._rows = self._rows[:count], self._rows[count:]
+        count = step - self._reported
+        self._reported = step
+        losses = self._rows[:count]
+        self._rows = self._rows[count:]
         return Interval(
             step,
             np.stack(losses),

@@ -42,7 +42,9 @@ class MetricsLog:
         check: Callable[[], None] = lambda: None,
         others: Sequence[Tracker] = (),
     ):
-        self._warn, self._warned, self._check = warn, False, check
+        self._warn = warn
+        self._warned = False
+        self._check = check
         self.latest: dict[str, Event] = {}
         own = JsonLines(folder / METRICS), TensorBoard(folder / TENSORBOARD)
         self._trackers = (*own, *others) if write else ()

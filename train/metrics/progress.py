@@ -68,9 +68,11 @@ class Progress:
     def __init__(self, steps: int, start: int = 0, what: str = "step", process: int = 0):
         self._process = process
         self._console = console(quiet=process != 0)
-        self._steps, self._what = steps, what
+        self._steps = steps
+        self._what = what
         self._last_line = -float("inf")
-        self._tested, self._paces = "", ""
+        self._tested = ""
+        self._paces = ""
         self._is_narrow = self._console.width < NARROW
         self._workers: list[rich.progress.TaskID] = []
         # With FORCE_COLOR, a file counts as a terminal: it gets colors, but no bar.

@@ -65,7 +65,8 @@ class Advice:
 
     def sentence(self) -> str:
         """The advice in one sentence."""
-        base, best = self.base, self.best
+        base = self.base
+        best = self.best
         if best is base:
             return (
                 "use data parallel: the link is fast enough (it waits "
@@ -80,7 +81,8 @@ class Advice:
 
     def remarks(self) -> Iterator[str]:
         """Yields the options of the advice, and what would be faster or have less loss."""
-        best, fastest = self.best, self.candidates[0]
+        best = self.best
+        fastest = self.candidates[0]
         yield f"options of python -m train: {best.options}"
         if best is self.base:
             return

@@ -77,7 +77,8 @@ class BestAndFinite(checkpoint_managers.PreservationPolicy):
     """
 
     def __init__(self, folder: pathlib.Path):
-        self._folder, self.known = folder, {}
+        self._folder = folder
+        self.known = {}
 
     def latest_finite(self, steps: Iterable[int]) -> int | None:
         """Returns the latest of the steps whose losses are finite, or None."""
@@ -128,7 +129,9 @@ class Checkpoints:
         session: Session,
         check: Callable[[], None] = lambda: None,
     ):
-        self._folder, self._warn, self._session = folder.absolute(), warn, session
+        self._folder = folder.absolute()
+        self._warn = warn
+        self._session = session
         self._check = check
         _silence()
         self._remove_leftovers()
@@ -183,7 +186,8 @@ class Checkpoints:
         self._unconfirmed = step
         needed = sum(x.nbytes for x in jax.tree.leaves((state, model)))
         later = f"the one of step {newest} is later" if newest > step else ""
-        if obstacle := later or self._obstacle(needed):  # Orbax would skip it in silence
+        obstacle = later or self._obstacle(needed)
+        if obstacle:  # Orbax would skip it in silence
             self._failed(obstacle)
             return False
         items = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(notes)}
@@ -252,7 +256,8 @@ class Checkpoints:
         return True
 
     def _failed(self, error: Exception | str) -> None:
-        step, self._unconfirmed = self._unconfirmed, None
+        step = self._unconfirmed
+        self._unconfirmed = None
         self._tests.clear()
         self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
         self._remove_leftovers()
@@ -344,9 +349,11 @@ def read(
       ValueError: it is not, but holds another state than `like`, or reading it failed.
       ValueError, RuntimeError: of XLA; another process was lost.
     """
-    session, path = session or Session(), folder.absolute() / str(step)
+    session = session or Session()
+    path = folder.absolute() / str(step)
     damage = checksums.damage(path) if session.is_main else ""
-    if damage := session.agree(damage):
+    damage = session.agree(damage)
+    if damage:
         raise Unreadable(step, damage)
     noted = notes_of(folder, step)
     try:
@@ -391,7 +398,8 @@ def read_model(folder: pathlib.Path, step: int, worker: int | None = None) -> An
       Unreadable: the checkpoint is damaged.
     """
     path = folder.absolute() / str(step)
-    if damage := checksums.damage(path):
+    damage = checksums.damage(path)
+    if damage:
         raise Unreadable(step, damage)
     if worker is None and not (path / MODEL).exists():
         raise Unreadable(
@@ -482,7 +490,8 @@ def _first_difference(saved: Any, wanted: Any) -> str:
             return f"{name} is in it, and not in this run"
         if name not in there:
             return f"{name} is not in it"
-        a, b = there[name], here[name]
+        a = there[name]
+        b = here[name]
         if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):  # saved as integers
             same = a.shape[: len(b.shape)] == b.shape
         else:

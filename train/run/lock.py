@@ -79,7 +79,8 @@ class RunLock:
         Raises:
           OSError: the folder is gone, or another folder has its name.
         """
-        if line := _taken_over(self._lease, self._folder):
+        line = _taken_over(self._lease, self._folder)
+        if line:
             self._lost(line)
         elif _owner(self._folder)[2:] != [TOKEN]:
             raise FileNotFoundError(
@@ -167,7 +168,8 @@ def _keep_renewing(
     another process takes it over.
     """
     while lease.is_locked and not released.is_set():
-        if line := _taken_over(lease, folder):
+        line = _taken_over(lease, folder)
+        if line:
             return lost(line)
         if lease.owner is not None:
             with contextlib.suppress(OSError):

@@ -75,11 +75,17 @@ class Run:
         progress: Progress,
         lock: RunLock | None,
     ):
-        self.config, self.session, self.experiment = config, session, experiment
-        self.folder, self.checkpoints, self.metrics = folder, checkpoints, metrics
-        self.progress, self.lock = progress, lock
+        self.config = config
+        self.session = session
+        self.experiment = experiment
+        self.folder = folder
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.progress = progress
+        self.lock = lock
         self.state: Any = start.state
-        self.step, self.resizing = start.step, start.resizing
+        self.step = start.step
+        self.resizing = start.resizing
         self.stopwatch = Stopwatch(start.seconds, start.compile_seconds)
         every = config.log_every
         self.pace = Pace(at_least=every // 2)
@@ -299,7 +305,8 @@ def check_same_start(
 
 def _check_same_jax_settings(start: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Raises ValueError if jax had settings at a start that give other numbers."""
-    before, now = start.get("jax_settings"), numerics.jax_settings()
+    before = start.get("jax_settings")
+    now = numerics.jax_settings()
     for name, value in before.items() if isinstance(before, dict) else ():
         if name in now and now[name] != value:
             variable = name.upper()
@@ -312,11 +319,13 @@ def _check_same_jax_settings(start: Mapping[str, Any], folder: pathlib.Path) -> 
 
 def _warn_of_other_versions(start: Mapping[str, Any], warn: Callable[[str], None]) -> None:
     """Warns if packages have other versions than at a start, which may change numbers."""
-    before, now = start.get("packages"), numerics.versions()
+    before = start.get("packages")
+    now = numerics.versions()
     if not isinstance(before, dict):
         return
     changed = [x for x in now if before.get(x, now[x]) != now[x]]
-    if named := ", ".join(f"{x} {before[x]} -> {now[x]}" for x in changed):
+    named = ", ".join(f"{x} {before[x]} -> {now[x]}" for x in changed)
+    if named:
         warn(f"the run continues with other versions: {named}")
 
 

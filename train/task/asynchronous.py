@@ -68,7 +68,9 @@ def training(
         return task, Batches(task.forward.source)
 
     task, _ = task_of(0)
-    keys, learn, start = task.keys(), jax.jit(task.learn), functools.cache(task.start)
+    keys = task.keys()
+    learn = jax.jit(task.learn)
+    start = functools.cache(task.start)
 
     def init(index: int) -> tuple[Any, Any, Own]:
         task_of(index)
@@ -79,7 +81,8 @@ def training(
         task, batches = task_of(own.index)
         done: Any = lj.Shared(np.int32(t - 1))
         state = TrainState(params, own.stats, opt_state, keys[own.index], done)
-        data, batch = task.forward.source.data, batches.at(int(done.value))
+        data = task.forward.source.data
+        batch = batches.at(int(done.value))
         updates, opt_state, stats, loss = learn(state, data, batch)
         return updates, opt_state, own._replace(stats=stats), loss
 
@@ -119,8 +122,10 @@ class Place:
         placed: dict[tuple, Any],
         put: Callable[[Any], Any] = jax.device_put,
     ):
-        self.owned, self.num_workers = range(index, index + 1), num_workers
-        self._placed, self._put = placed, put
+        self.owned = range(index, index + 1)
+        self.num_workers = num_workers
+        self._placed = placed
+        self._put = put
 
     def share(self, tree: Any) -> lj.Shared:
         """Puts a tree on the device, once for all workers of the process."""
@@ -142,7 +147,8 @@ class Batches:
     """
 
     def __init__(self, source: Any):
-        self._source, self._next = source, 0
+        self._source = source
+        self._next = 0
         self._reading: Generator[Any, None, None] | None = None
 
     def at(self, step: int) -> Any:
@@ -170,7 +176,8 @@ class AsynchronousExperiment(BaseExperiment):
         super().__init__(config, *args, **options)
 
     def __str__(self) -> str:
-        grid, name = self._config.workers, self._config.method.name
+        grid = self._config.workers
+        name = self._config.method.name
         return f"{name}: {grid.nodes} x {grid.locals} asynchronous workers"
 
     def init(self) -> AsynchronousState:
@@ -180,7 +187,8 @@ class AsynchronousExperiment(BaseExperiment):
     @functools.cached_property
     def _first(self) -> State:
         """The initial state of a worker. Building it also checks the method."""
-        grid, steps = self._config.workers, self._config.steps
+        grid = self._config.workers
+        steps = self._config.steps
         params, opt_state, stats = self.task.start()
         no_step: Any = None  # is taken here
         training = lj.asynchronous.Training(

@@ -166,7 +166,8 @@ class BaseExperiment(abc.ABC):
         session: Session | None = None,
     ):
         self._config = config
-        grid, session = config.workers, session or Session()
+        grid = config.workers
+        session = session or Session()
         # Asynchronous workers have devices of their own, in other processes.
         axes = {} if config.method.is_asynchronous else grid.axes
         self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)

@@ -31,7 +31,9 @@ def make(
 def _base(
     options: OptimizerConfig, rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
-    decay, momentum, nesterov = options.weight_decay, options.momentum, options.nesterov
+    decay = options.weight_decay
+    momentum = options.momentum
+    nesterov = options.nesterov
     mask = matrices if options.decay_of == "matrices" else None
     b1, b2 = options.betas or (0.9, 0.99 if options.name == "lion" else 0.999)
     match options.name:

@@ -29,7 +29,8 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
     >>> [round(float(rate(step)), 3) for step in (0, 9, 10)]
     [0.5, 0.5, 0.05]
     """
-    peak, warmup = options.learning_rate, options.warmup_steps
+    peak = options.learning_rate
+    warmup = options.warmup_steps
     match options.schedule:
         case "constant":
             after = optax.constant_schedule(peak)

@@ -26,7 +26,8 @@ def rotated(x: Array, at: Array | None = None) -> Array:
     >>> rotated(jnp.ones((1, 2, 1, 2))).round(3).squeeze().tolist()
     [[1.0, 1.0], [-0.301, 1.382]]
     """
-    length, half = x.shape[1], x.shape[-1] // 2
+    length = x.shape[1]
+    half = x.shape[-1] // 2
     frequencies = 10_000 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     places = jnp.arange(length, dtype=jnp.float32) if at is None else at[None]
     angles = places[:, None] * frequencies[None]
@@ -87,9 +88,11 @@ class Block(nn.Module):
 
         q, k, v = heads(dense(3 * width, name="qkv")(norm(name="attention_norm")(x)), 3)
         if self.rotary:
-            q, k = rotated(q, at), rotated(k, at)
+            q = rotated(q, at)
+            k = rotated(k, at)
         if at is not None:
-            k, v = self._with_earlier("key", k, at), self._with_earlier("value", v, at)
+            k = self._with_earlier("key", k, at)
+            v = self._with_earlier("value", v, at)
             lengths = jnp.full(len(x), at + 1)
         is_causal = self.causal and at is None
         mixed = attend(q, k, v, is_causal=is_causal, key_value_seq_lengths=lengths)

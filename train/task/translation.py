@@ -38,9 +38,11 @@ class TranslationForward(Forward):
     def __init__(
         self, config: Config, data: Translation, place: Any, warn: Callable[[str], None]
     ):
-        self.vocabulary, self._held_out = data.vocabulary, data.held_out
+        self.vocabulary = data.vocabulary
+        self._held_out = data.held_out
         self._smoothing = config.label_smoothing
-        count, size = len(data.train.source), len(data.vocabulary)
+        count = len(data.train.source)
+        size = len(data.vocabulary)
         each = config.batch_size, config.seed, config.data.shard
         sampler, own = sampled(count, place.num_workers, *each)
         self.source = Resident(data, sampler, place, own, TEST_BATCH)

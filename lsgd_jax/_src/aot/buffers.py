@@ -63,7 +63,8 @@ def _alive(program: HloModule, name: str, without: Iterable[str] = ()) -> list[B
         if owners[line.name] == (line.name,) and line.name not in own:
             # The type of a start contains its operands, too.
             type = done.get(line.name, line.type)
-            if size := _size(type):
+            size = _size(type)
+            if size:
                 found = OPERATOR.search(line.attributes)
                 shape = re.sub(r"\{[^}]*\}", "", type)
                 operator = found.group(1) if found else ""

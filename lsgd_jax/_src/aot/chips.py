@@ -38,7 +38,8 @@ class Chip(NamedTuple):
 
 
 GIB = 2**30
-GOOGLE, NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/en-us/"
+GOOGLE = "https://cloud.google.com/tpu/docs/"
+NVIDIA = "https://www.nvidia.com/en-us/"
 
 # Links are half of the published numbers, which add both directions. The network of TPUs is
 # that of https://jax-ml.github.io/scaling-book/tpus, of GPUs one adapter of 200 (A100) or

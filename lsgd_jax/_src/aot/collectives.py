@@ -185,7 +185,8 @@ def _transfers(program: HloModule, lines: Sequence[Instruction]) -> Iterator[_Tr
         if line.opcode == "recv" and "xla_megascale_runtime" in line.attributes:
             received[_fields(line).get("host_transfer_rendezvous")] = line
     for i, line in enumerate(lines):
-        if found := KIND.match(line.opcode):
+        found = KIND.match(line.opcode)
+        if found:
             at, done = ends.get(line.name, (i, line))
             at = i if '"is_sync":true' in line.attributes else at  # on GPUs
             yield _Transfer(found.group(1), line, done.nbytes, i, at)
@@ -217,7 +218,8 @@ def _fused(program: HloModule, lines: Sequence[Instruction]) -> Iterator[_Transf
                 )
                 spans[key].append((i, inner))
     for places in spans.values():
-        (first, line), (last, _) = places[0], places[-1]
+        first, line = places[0]
+        last, _ = places[-1]
         kind = line.opcode.removesuffix("-start")
         if kind == "send":
             kind = MEGASCALE.get(_fields(line).get("megascale_transfer_type", ""), kind)
@@ -255,7 +257,8 @@ def _sent(each: _Transfer, placement: Placement) -> tuple[float, float, float]:
     if each.kind == "collective-permute":
         pairs = [(a, b) for a, b in pairs_of(each.line.attributes) if a != b]
         apart = [p for p in pairs if _span(placement, p) > 1]
-        sent, across = each.bytes * min(1, len(pairs) / count), len(apart) / count
+        sent = each.bytes * min(1, len(pairs) / count)
+        across = len(apart) / count
         links = min((placement.links(each.kind, p) for p in pairs), default=1.0)
         return sent, each.bytes * across, links
     groups = groups_of(each.line.attributes, count)

@@ -71,7 +71,8 @@ class HloModule:
         self._trips: dict[str, int] = {}
         current: list[Instruction] | None = None
         for line in text.splitlines():
-            if header := HEADER.match(line):
+            header = HEADER.match(line)
+            if header:
                 current = self.computations.setdefault(header.group(2), [])
                 self.entry = header.group(2) if header.group(1) else self.entry
             elif line.startswith("}"):
@@ -106,7 +107,8 @@ class HloModule:
         """
         if loop.opcode != "while":
             return 1
-        if known := TRIPS.search(loop.attributes):
+        known = TRIPS.search(loop.attributes)
+        if known:
             return int(known.group(1))
         if loop.name not in self._trips:
             self._trips[loop.name] = self._counted(loop)

@@ -65,7 +65,8 @@ def _of_line(program: HloModule, line: Instruction, types: dict[str, str]) -> in
 
 def _read(name: str, type: str, lines: list[Instruction]) -> int:
     """Bytes that these lines read of an array: all of it, or the slices that they use."""
-    whole, part = nbytes(type), 0
+    whole = nbytes(type)
+    part = 0
     for line in lines:
         if name not in line.operands:
             continue

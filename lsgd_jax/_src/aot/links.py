@@ -23,7 +23,8 @@ def share(kind: str, places: Sequence[Place], sizes: Place, links: int) -> float
     """
     # Tori of TPUs: rings of 16 chips, or cubes of 4 x 4 x 4.
     is_cubes = all(n % 4 == 0 for n in sizes)
-    used, longest = 0.0, 1
+    used = 0.0
+    longest = 1
     for size, column in zip(sizes, zip(*places)):
         own = sorted(set(column))
         if len(own) > 1:

@@ -158,7 +158,8 @@ def plan(
     [0.25, 0.0625]
     """
     known: dict[Hashable, Report] = {}
-    choices, refused = [], {}
+    choices = []
+    refused = {}
     for values in itertools.product(*settings.values()):
         chosen = dict(zip(settings, values))
         try:
@@ -225,7 +226,8 @@ def _of_all_phases(
     sizes: Sizes | None,
 ) -> Report:
     """The report of a method for which one phase of each kind is compiled."""
-    shares, kinds = shares_of(method, sizes), collections.defaultdict(list)
+    shares = shares_of(method, sizes)
+    kinds = collections.defaultdict(list)
     for phase in shares:
         kinds[_kind(method, phase)].append(phase)
     report = compiled(method, [alike[0] for alike in kinds.values()])

@@ -73,7 +73,8 @@ class Pod:
     def _hybrid(self, sizes: tuple[int, ...]) -> np.ndarray:
         from jax.experimental import mesh_utils
 
-        across, left = [], self.groups
+        across = []
+        left = self.groups
         for size in sizes:
             across.append(math.gcd(size, left))
             left //= across[-1]
@@ -191,7 +192,8 @@ def gpu(kind: str, hosts: int = 1, each: int = 8) -> Pod:
 def pod_of(devices: Iterable[jax.Device]) -> Pod:
     """Describes a cluster by its devices, which may also be real ones."""
     devices = tuple(devices)
-    kind, unit = devices[0].device_kind, "slice" if devices[0].platform == "tpu" else "host"
+    kind = devices[0].device_kind
+    unit = "slice" if devices[0].platform == "tpu" else "host"
     known = (*chips.TPUS.values(), *chips.GPUS.values())
     chip = next((chip for chip in known if chip.kind == kind), None)
     groups = len({_across(device, unit) for device in devices})

@@ -147,7 +147,8 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether all programs fit into a device together, as far as is known."""
-        most, used = self.pod.memory, self.hbm
+        most = self.pod.memory
+        used = self.hbm
         if any(program.fits is False for program in self.programs):
             return False
         return most is None or used is None or used <= most
@@ -191,7 +192,8 @@ class Report:
         if step(self) is None:
             raise ValueError("there are no seconds to calibrate: see `Report.seconds`")
         # More compute hides more, but never more than it adds.
-        low, high = 1e-6, 1e3
+        low = 1e-6
+        high = 1e3
         for _ in range(100):
             middle = math.sqrt(low * high)
             is_slower = step(self.at(efficiency=middle)).step > step_seconds
@@ -215,7 +217,8 @@ class Report:
           ValueError: a method with other phases.
         """
         shares = shares_of(method, sizes)
-        if missing := [p.name for p in self.programs if p.phase not in shares]:
+        missing = [p.name for p in self.programs if p.phase not in shares]
+        if missing:
             raise ValueError(
                 f"`method` must have the phases of the report, got none like {missing[0]!r}"
             )
@@ -238,8 +241,10 @@ class Report:
         moved = max(program.bytes_accessed or 0, memory.arguments + memory.outputs)
         both = (program.flops or 0) / chip.flops, moved / chip.memory_bandwidth
         compute = (max(both) if chip.overlaps else sum(both)) / self.efficiency
-        exposed, hidden = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-        left, used = compute, {}
+        exposed = {True: 0.0, False: 0.0}
+        hidden = {True: 0.0, False: 0.0}
+        left = compute
+        used = {}
         # Transfers between slices come first, because they are the longest.
         for each in sorted(program.collectives, key=lambda x: not x.crosses):
             if each.crosses:

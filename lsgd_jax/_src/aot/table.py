@@ -49,7 +49,8 @@ PLANNED = (
 def text(report: Any) -> str:
     """The report as a table of aligned columns."""
     rows = [HEAD, *(_row(report, program) for program in report.programs)]
-    step, many = report.mean_seconds(), len(report.programs) > 1
+    step = report.mean_seconds()
+    many = len(report.programs) > 1
     ends = []
     if many and report.hbm is not None:
         ends = [f"All programs together: {_in(report.hbm, 2**30)} GiB of HBM."]
@@ -71,7 +72,8 @@ def comparison(reports: Any) -> str:
 
 def plan(plan: Any) -> str:
     """The choices of a plan as a table."""
-    first, rows = plan.best.report, [(*plan.best.settings, *PLANNED)]
+    first = plan.best.report
+    rows = [(*plan.best.settings, *PLANNED)]
     for choice in plan.choices:
         report = choice.report
         row = (

@@ -115,11 +115,14 @@ def pairwise(
         return u, PairwiseState(measure), True
 
     def agree(group, x, y, state, takes_part, t):
-        mine, here = state.measure, graph(group.size)
+        mine = state.measure
+        here = graph(group.size)
         message = jax.tree.map(lambda a: jnp.where(takes_part, a, 0), (y, mine))
-        r, weight = group.round_of(len(here.rounds)), takes_part.astype(jnp.float32)
+        r = group.round_of(len(here.rounds))
+        weight = takes_part.astype(jnp.float32)
         arrived = group.push(message, weight, here.rounds, r)
-        (z, theirs), there = arrived[0], arrived[1] > 0
+        z, theirs = arrived[0]
+        there = arrived[1] > 0
         error = group.quantization_error(message)
         if error is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
             z = jax.tree.map(jnp.add, z, error[0])
@@ -227,7 +230,8 @@ def gosgd(
     graph = for_group(topology, check_one_peer)
 
     def agree(group, x, y, state, takes_part, t):
-        w, here = state.weight, graph(group.size)
+        w = state.weight
+        here = graph(group.size)
         sends = takes_part & group.bernoulli(value_at(send_probability, t), seed, t)
         # 1/2, or all where there is no peer.
         kept = share(group, here, w.dtype)

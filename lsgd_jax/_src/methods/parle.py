@@ -126,7 +126,8 @@ def parle(
     def agree(group, x, y, state, takes_part, t):
         del y  # the anchor follows the inner loop's average, not its last point
         old = state.center.value
-        eta, rho_inverse = value_at(outer, t), value_at(center_pull, t)
+        eta = value_at(outer, t)
+        rho_inverse = value_at(center_pull, t)
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
         mean, count = group.masked_mean(anchor, takes_part, reference=old)

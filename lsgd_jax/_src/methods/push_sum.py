@@ -167,7 +167,8 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
         return jax.tree.map(lambda u: u / state.weight.astype(u.dtype), u), state, True
 
     def agree(group, x, y, state, takes_part, t):  # y = (w x + u) / w
-        here, w = graph(group.size), state.weight
+        here = graph(group.size)
+        w = state.weight
         traveling = x if staleness else y
         *sent, error = send(group, traveling, w, takes_part, here)
         arrives, *in_flight = (*state.in_flight, (sent[0], sent[1]))

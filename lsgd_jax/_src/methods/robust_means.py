@@ -145,7 +145,8 @@ def trimmed_mean(cut: int = 1) -> Mean:
 
     def inner(rows: Rows, counts: Array, total: Total) -> list[Array]:
         del total
-        rank, number = jnp.arange(len(counts)), counts.sum()
+        rank = jnp.arange(len(counts))
+        number = counts.sum()
         in_the_middle = (rank == (number - 1) // 2) | (rank == number // 2)
         stays = jnp.where(
             number > 2 * cut, (rank >= cut) & (rank < number - cut), in_the_middle
@@ -195,7 +196,8 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
     """
     check_option("kind", kind, get_args(RobustMean))
     known = inspect.signature(KINDS[kind]).parameters
-    if unknown := [name for name in options if name not in known]:
+    unknown = [name for name in options if name not in known]
+    if unknown:
         raise ValueError(
             f"{kind!r} takes {', '.join(f'`{name}`' for name in known)}, got "
             f"{unknown[0]}={options[unknown[0]]!r}"

@@ -31,7 +31,8 @@ class BlockRows(NamedTuple):
         runs: list[tuple[int, int]] = []
         for _, start, size in packing.runs(b):
             if runs and sum(runs[-1]) == start:
-                start, size = runs[-1][0], runs.pop()[1] + size
+                start = runs[-1][0]
+                size = runs.pop()[1] + size
             runs.append((start, size))
         return cls(packing.shape(b), block, runs)
 
@@ -106,8 +107,10 @@ class Along(NamedTuple):
 
     def blocks(self, x: Array) -> Array:
         """The array with its axis cut in two: [..., n, block, ...]."""
-        shape, axis = self.shape, self.axis
-        leading, cut = x.shape[: x.ndim - len(shape)], (-1, self.block)
+        shape = self.shape
+        axis = self.axis
+        leading = x.shape[: x.ndim - len(shape)]
+        cut = (-1, self.block)
         return x.reshape(*leading, *shape[:axis], *cut, *shape[axis + 1 :])
 
     def array(self, blocks: Array) -> Array:

@@ -26,7 +26,8 @@ Permutation = Sequence[tuple[int, int]] | Array
 
 # With several workers on a device, `Workers` may split an axis in two: the devices along
 # it, and the slots of one device (a vmapped axis).
-DEVICE, SLOT = "{}_device", "{}_slot"
+DEVICE = "{}_device"
+SLOT = "{}_slot"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +296,8 @@ def _send_along(
         return lax.ppermute(x, devices, permutation) if devices else x
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for source, target in permutation:
-        (d, s), (e, t) = divmod(source, slots.size), divmod(target, slots.size)
+        d, s = divmod(source, slots.size)
+        e, t = divmod(target, slots.size)
         lanes.setdefault((s, t), []).append((d, e))
     rows = slots.gather(x)  # every slot of this device
     arrived = jnp.zeros_like(rows)

@@ -97,7 +97,8 @@ def shares(shape: tuple[int, ...], workers: int, wire: Wire) -> tuple[Cut, Layou
     ((512, 512), Along(shape=(512, 512), axis=0, block=256))
     """
     cut = wire.cut(shape, workers)
-    if (layout := wire.along_leading(cut.part)) is not None:
+    layout = wire.along_leading(cut.part)
+    if layout is not None:
         return cut, layout
     cut = Cut.flat(shape, workers, wire.block)
     return cut, wire.along(cut.part)

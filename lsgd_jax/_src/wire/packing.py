@@ -68,7 +68,8 @@ class Packing:
 
     def pack(self, tree: Tree) -> list[Array]:
         """Returns the buffers of a tree."""
-        leaves, buffers = jax.tree.leaves(tree), []
+        leaves = jax.tree.leaves(tree)
+        buffers = []
         for members in self.members:
             own = [leaves[i] for i in members]
             # A leaf that has a buffer of its own keeps its shape.
@@ -92,7 +93,9 @@ class Packing:
             starts = lax.cond(t > 0, lambda: list(map(jnp.int32, starts)), lambda: zeros)
         for buffer, members in zip(buffers, self.members, strict=True):
             for i in members:
-                part, start, size = buffer, starts[i], self._sizes[i]
+                part = buffer
+                start = starts[i]
+                size = self._sizes[i]
                 if len(members) > 1 and t is None:
                     part = lax.slice(buffer, [start], [start + size])
                 elif len(members) > 1:
@@ -174,7 +177,8 @@ class Cut(NamedTuple):
         if self.axis is None:
             missing = self.parts * self.part[0] - x.size
             return jnp.pad(x.ravel(), (0, missing)).reshape(self.parts, -1)
-        before, after = self.part[: self.axis], self.part[self.axis :]
+        before = self.part[: self.axis]
+        after = self.part[self.axis :]
         return jnp.moveaxis(x.reshape(*before, self.parts, *after), self.axis, 0)
 
     def array(self, rows: Array) -> Array:

@@ -35,7 +35,8 @@ def second_round(arrived: Tree) -> Tree:
     If the second round also waits for the loss, the first one travels beside the forward
     pass, and the second one beside the backward pass.
     """
-    if (loss := _FORWARD.get()) is None:
+    loss = _FORWARD.get()
+    if loss is None:
         return arrived
     return lax.optimization_barrier((arrived, loss))[0]
 
@@ -53,7 +54,8 @@ class Shares:
     """
 
     def __init__(self, group: Any, tree: Tree, of: Sequence[Hashable] | None = None):
-        self._group, self._is_cut = group, group.channel.transposes
+        self._group = group
+        self._is_cut = group.channel.transposes
         self.packing = Packing(tree, of)
 
     def rows(self, tree: Tree) -> list[Array]:
@@ -69,7 +71,8 @@ class Shares:
         """The tree of all workers' shares, one for each buffer, [...]."""
         # Parts of a buffer cannot tell its shape, because they may be padded.
         shapes = map(self.packing.shape, range(len(self.packing.members)))
-        group, buffers = self._group, []
+        group = self._group
+        buffers = []
         for share, shape in zip(shares, shapes):
             if self._is_cut and share.size:
                 share = Cut.of(shape, group.size).array(group.gather(share))

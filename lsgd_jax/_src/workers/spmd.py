@@ -101,7 +101,8 @@ def compiled(
         _check_context(grid.mesh)
         call, args = _without(static, fn, args, named)
         grid.check(args)
-        flags, (leaves, structure) = shared_flags(args), jax.tree.flatten(args)
+        flags = shared_flags(args)
+        leaves, structure = jax.tree.flatten(args)
         one = one_worker(args)
         if grid.is_explicit:
             leaves = list(map(grid.placed, leaves, flags))
@@ -258,7 +259,9 @@ class _PerSharding:
         self, fn: Callable, jitted: Callable[[tuple], Any], static: tuple[str, ...]
     ):
         functools.update_wrapper(self, fn)
-        self._fn, self._jitted, self._static = fn, jitted, static
+        self._fn = fn
+        self._jitted = jitted
+        self._static = static
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._of(args, named)(*args, **named)

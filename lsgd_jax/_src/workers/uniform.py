@@ -159,7 +159,8 @@ class _Analysis:
         return self._outputs[key]
 
     def _other(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
-        name, results = _name(eqn), len(eqn.outvars)
+        name = _name(eqn)
+        results = len(eqn.outvars)
         if name == "optimization_barrier":
             return operands
         axes = self._axes & axes_of(eqn)
@@ -185,8 +186,10 @@ class _Analysis:
         condition, body = (_open(eqn.params[f"{x}_jaxpr"]) for x in ("cond", "body"))
         first = eqn.params["cond_nconsts"]
         second = first + eqn.params["body_nconsts"]
-        (of_condition, of_body) = operands[:first], operands[first:second]
-        carry, before = operands[second:], None
+        of_condition = operands[:first]
+        of_body = operands[first:second]
+        carry = operands[second:]
+        before = None
         predicate: Axes = frozenset()
         while carry != before:
             before = carry
@@ -204,8 +207,11 @@ class _Analysis:
         kept = lambda outer, inner: sum(rank(x) == rank(y) for x, y in zip(outer, inner))
         second = kept(eqn.invars, body.invars)
         first = second - kept(eqn.outvars, body.outvars)
-        constants, xs = operands[:first], operands[second:]
-        carry, before, after = operands[first:second], None, []
+        constants = operands[:first]
+        xs = operands[second:]
+        carry = operands[first:second]
+        before = None
+        after = []
         while carry != before:
             before = carry
             after = self.outputs(body, constants + carry + xs)

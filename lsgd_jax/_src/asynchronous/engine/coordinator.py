@@ -145,13 +145,18 @@ class Coordinator:
         start: float | None = None,
     ):
         # Statuses share these lists: a change makes a new one.
-        self.present, self.finished = list(range(workers)), list[int]()
+        self.present = list(range(workers))
+        self.finished = list[int]()
         self._granted = [0] * workers  # the highest step number of each so far
         self._entered = set[int]()  # workers whose earlier steps are counted
         self._reports = {i: WorkerReport() for i in range(workers)}
-        self.taken, self.number, self.begun = 0, 0, False
-        self._all, self._period = workers * steps, period
-        self._timeout, self._start = timeout, timeout if start is None else start
+        self.taken = 0
+        self.number = 0
+        self.begun = False
+        self._all = workers * steps
+        self._period = period
+        self._timeout = timeout
+        self._start = timeout if start is None else start
         self._limit: int | None = None
         self._rounds: OrderedDict[Hashable, Round] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
@@ -220,7 +225,8 @@ class Coordinator:
     def claim(self, i: int, step: int) -> NextAction:
         """Grants worker i its step, or sends it to a round or to the end."""
         self._appear(i)
-        if (more := step - self._granted[i]) <= 0:
+        more = step - self._granted[i]
+        if more <= 0:
             return NextAction("step", self.number)
         if self._period is not None:
             limit = self._limit = self._limit or self._next_limit()
@@ -246,7 +252,8 @@ class Coordinator:
         It closes at the latest when its first worker has waited for the timeout. Returns
         None if it is forgotten.
         """
-        loop, is_new = asyncio.get_running_loop(), key not in self._rounds
+        loop = asyncio.get_running_loop()
+        is_new = key not in self._rounds
         try:
             values = self.arrive(key, i, value, members)
         except KeyError:
@@ -273,7 +280,8 @@ class Coordinator:
         self._appear(i)
         if key in self._forgotten:
             raise KeyError(key)
-        if (held := self._rounds.get(key)) is None:
+        held = self._rounds.get(key)
+        if held is None:
             named = set(members)
             held = self._rounds[key] = Round(named, named.intersection(self.present))
             self._forget()

@@ -42,7 +42,8 @@ class Mailbox:
     """
 
     def __init__(self, wire: Wire | WireFormat = "float32", index: int = 0):
-        self.wire, self._index = Wire.of(wire), index
+        self.wire = Wire.of(wire)
+        self._index = index
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._kept = KEPT
@@ -73,7 +74,9 @@ class Mailbox:
           reference: is subtracted from contributions to means. Defaults to 0.
         """
         with self._lock:
-            self._params, self._shown, self._measure = params, None, measure
+            self._params = params
+            self._shown = None
+            self._measure = measure
             self._reference = reference
             self._tell(None)
 
@@ -132,7 +135,8 @@ class Mailbox:
         last: whether later exchanges move neither worker.
         """
         with self._lock:
-            self._closed, moved = self._closed or last, self._moved
+            self._closed = self._closed or last
+            moved = self._moved
             if moved is not None:
                 self._shown = self._current()  # peers see it moved until the next `show`
             self._moved = None
@@ -174,7 +178,8 @@ class Mailbox:
         """
         given = unpack(theirs)
         with self._lock:
-            if (snapshot := self._snapshot()) is None:
+            snapshot = self._snapshot()
+            if snapshot is None:
                 return None
             sent = theirs if self._closed else snapshot.params
             half = half_way(unpack(sent), given)
@@ -186,7 +191,8 @@ class Mailbox:
     def fetch(self, key: Hashable, part: slice = slice(None)) -> Any:
         """Returns the content posted under a key, or a part of a vector; `GONE` if gone."""
         with self._lock:
-            if (content := self._posted.get(key)) is None:
+            content = self._posted.get(key)
+            if content is None:
                 return GONE if key in self._forgotten else None
             if callable(content):
                 content = self._posted[key] = content()

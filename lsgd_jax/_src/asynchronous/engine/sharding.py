@@ -34,7 +34,8 @@ class Sharding:
     """
 
     def __init__(self, mesh: Mesh, params: Tree, specs: Iterable[Spec]):
-        self.mesh, self._layouts = mesh, Layouts((params,), specs)
+        self.mesh = mesh
+        self._layouts = Layouts((params,), specs)
 
     def of(self, tree: Tree) -> Tree:
         """Returns the sharding of every leaf."""
@@ -91,7 +92,8 @@ def sharding_of(params: Tree) -> Sharding | None:
     """
     leaves, treedef = jax.tree.flatten(params)
     arrays = [x for x in leaves if isinstance(x, Array)]
-    if not (spread_out := [x for x in arrays if len(x.sharding.device_set) > 1]):
+    spread_out = [x for x in arrays if len(x.sharding.device_set) > 1]
+    if not spread_out:
         return None
     meshes = {getattr(x.sharding, "mesh", None) for x in spread_out}
     mesh = meshes.pop()

@@ -73,7 +73,8 @@ class ADPSGDWorker(Driver):
 
     def _follow(self, moved: Tree) -> None:
         """Moves as peers have moved the parameters, unless these have been replaced."""
-        was_replaced, self._was_replaced = self._was_replaced, False
+        was_replaced = self._was_replaced
+        self._was_replaced = False
         if moved is not None and not was_replaced:
             self.shift(moved)
 

@@ -58,8 +58,10 @@ class AnchorWorker(Driver):
         peers: Iterable[int] = (),
     ):
         super().__init__(worker, peers)
-        self.fragments, self._optimizer = fragments, optimizer
-        self.turn, host = 0, worker.on_host()
+        self.fragments = fragments
+        self._optimizer = optimizer
+        self.turn = 0
+        host = worker.on_host()
         start = [combined(lambda x: x, parts.select(part, host)) for part in fragments]
         states = [jax.tree.map(np.asarray, optimizer.init(anchor)) for anchor in start]
         self.outers = list(map(FragmentState, start, states))

@@ -159,7 +159,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
     behind = 8
 
     def __init__(self, method: DecoupledDiLoCo, worker: Worker):
-        index, workers = worker.index, worker.transport.position.workers
+        index = worker.index
+        workers = worker.transport.position.workers
         if method.tokens is not None and len(method.tokens) != workers:
             raise ValueError(
                 f"`tokens` must be a number for each of {workers} workers, got "
@@ -171,7 +172,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             [parts.fragment(i, method.fragments) for i in range(method.fragments)],
             peers=[i for i in range(workers) if i != index],
         )
-        self._method, self._count = method, method.fragments
+        self._method = method
+        self._count = method.fragments
         self._period = method.local_steps // self._count  # steps between two turns
         self._tokens = 1.0 if method.tokens is None else method.tokens[index]
         self._quorum = method.quorum or workers // 2 + 1
@@ -212,16 +214,21 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     def _due(self) -> range:
         """The turns that the worker has missed, otherwise the next one if it is due."""
-        worker, next_one = self.worker, self.turn + 1
-        if (newest := max(self.turns().values())) > self.turn:
+        worker = self.worker
+        next_one = self.turn + 1
+        newest = max(self.turns().values())
+        if newest > self.turn:
             return range(max(next_one, newest - self._count + 1), newest + 1)
         is_due = worker.count - self._sent >= self._period and self._taken(next_one) > 0
         return range(next_one, next_one + is_due)
 
     def _offer(self, number: int) -> Callable[[], Snapshot]:
         """Returns a function that makes this worker's answer to a turn."""
-        worker, p = self.worker, self._fragment(number)
-        params, anchor, fragment = worker.params, self.outers[p].anchor, self.fragments[p]
+        worker = self.worker
+        p = self._fragment(number)
+        params = worker.params
+        anchor = self.outers[p].anchor
+        fragment = self.fragments[p]
         steps = self._taken(number)
         weight = learner_weight(self._tokens * steps, steps)
 
@@ -234,7 +241,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Takes over the fragments of some turns, but for those that were lost."""
-        worker, moved = self.worker, self.worker.on_host()
+        worker = self.worker
+        moved = worker.on_host()
         mixed = lambda a, y: a + self._method.mixing * (y - a)
         for number, outer in answer.items():
             self.transport.mailbox.drop(("fragment", number))
@@ -266,7 +274,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         Returns:
           For each turn the outer state after it, or None if their holder has failed.
         """
-        outers, me = dict[int, FragmentState | None](), self.worker.index
+        outers = dict[int, FragmentState | None]()
+        me = self.worker.index
         for number, offer in offers.items():
             taker = min(await self.transport.round(("turn", number), None, [me]))
             if taker != me:
@@ -282,8 +291,11 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
         Later ones only tell how late they are.
         """
-        transport, status, begun = self.transport, self.worker.status, self.transport.now()
-        given, met = {self.worker.index: unpack(mine)}, math.inf
+        transport = self.transport
+        status = self.worker.status
+        begun = self.transport.now()
+        given = {self.worker.index: unpack(mine)}
+        met = math.inf
 
         async def bring(i: int) -> None:
             fetch = transport.ask(i, "fetch", ("fragment", number))
@@ -294,7 +306,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             if answer is None:
                 return
             given[i] = answer
-            if (lag := transport.now() - met) >= 0:
+            lag = transport.now() - met
+            if lag >= 0:
                 self._lags.append(lag)
 
         self.peers.count_choice()
@@ -317,7 +330,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     def _moved(self, p: int, answers: dict[int, Snapshot]) -> FragmentState:
         """Returns the outer state after the answers of a turn."""
-        outer, method = self.outers[p], self._method
+        outer = self.outers[p]
+        method = self._method
         counts = lambda answer: answer.measure > 0 and finite(answer.params)
         given = {i: answer for i, answer in answers.items() if counts(answer)}
         if not given:

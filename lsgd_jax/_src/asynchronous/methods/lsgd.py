@@ -103,7 +103,8 @@ class LSGDWorker(Driver):
 
     async def done(self) -> None:
         """Asks the leaders of the levels on which all workers have taken W τ steps."""
-        if (status := self.worker.status) is None:
+        status = self.worker.status
+        if status is None:
             return
         total = sum(report.steps for report in status.reports.values())
         for k, level in enumerate(self._levels):

@@ -43,7 +43,8 @@ class MessageChannel:
     transposes = False
 
     def __init__(self, size: int, index: Any):
-        self.size, self.index = size, jnp.asarray(index, jnp.int32)
+        self.size = size
+        self.index = jnp.asarray(index, jnp.int32)
 
     def gather(self, tree: Tree) -> Tree:
         row = lambda x: jax.ShapeDtypeStruct((self.size, *x.shape), x.dtype)
@@ -73,7 +74,9 @@ class Agreement:
     """
 
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
-        self._pull, self._size, self._grid = pull, size, grid
+        self._pull = pull
+        self._size = size
+        self._grid = grid
         self.send = jax.jit(self._traced)
         self._programs: dict[Any, tuple[SegmentedJaxpr, Any]] = {}
 
@@ -120,8 +123,10 @@ class Conversation:
 
     def __init__(self, transport: Transport, pull: Pull, number: int):
         position = transport.position
-        self._transport, self._group = transport, position.group(pull.rule.axes)
-        self._name, self._me = (number, self._group[0]), position.index
+        self._transport = transport
+        self._group = position.group(pull.rule.axes)
+        self._name = (number, self._group[0])
+        self._me = position.index
         grid = position.nodes, position.locals
         self._agreement = _agreement(pull, len(self._group), grid)
         self._peers = Peers(self._group)
@@ -164,10 +169,12 @@ class Conversation:
 
     async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:
         """Sends a message; returns its answer, and the members that took part."""
-        content, collectives = message.content, self._transport.collectives
+        content = message.content
+        collectives = self._transport.collectives
         if message.kind == "gather":
             return await self._gather(key, members, jax.tree.map(np.asarray, content))
-        like, (tree, how) = content[0], jax.tree.map(np.asarray, content)
+        like = content[0]
+        tree, how = jax.tree.map(np.asarray, content)
         if message.kind == "sum":
             total, count, came = await collectives.all_reduce(key, tree, bool(how), members)
             return (placed_like(like, total), np.float32(count)), came
@@ -194,7 +201,8 @@ class Conversation:
         return jax.tree.map(lambda *x: np.stack(x), *trees), rows
 
     async def _permute(self, key: Hashable, tree: Tree, sources: np.ndarray) -> Tree:
-        position, got = self._group.index(self._me), None
+        position = self._group.index(self._me)
+        got = None
         # Posted before anything is fetched: two workers that fetch from each other would
         # wait.
         if position in sources:

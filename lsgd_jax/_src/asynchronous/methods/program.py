@@ -80,8 +80,10 @@ class SegmentedJaxpr:
     """
 
     def __init__(self, jaxpr: core.ClosedJaxpr):
-        self._jaxpr, self._consts = jaxpr.jaxpr, jaxpr.consts
-        alive, self._parts = set(_variables(self._jaxpr.outvars)), list[Part]()
+        self._jaxpr = jaxpr.jaxpr
+        self._consts = jaxpr.consts
+        alive = set(_variables(self._jaxpr.outvars))
+        self._parts = list[Part]()
         # From the end, because only later parts tell which variables are still read.
         for equations in reversed(list(_groups(self._jaxpr.eqns))):
             part = self._part(equations, frozenset(alive))

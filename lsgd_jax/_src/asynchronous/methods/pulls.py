@@ -164,7 +164,8 @@ class PullsWorker(Driver):
         """
         if not any(sends) and not any(lands):
             return
-        worker, is_finite = self.worker, self._check()
+        worker = self.worker
+        is_finite = self._check()
         for k, pull in enumerate(self._pulls):
             counts = bool(self._counts[k]) and is_finite
             if pull.delay and lands[k] and k in self.in_flight:
@@ -193,12 +194,14 @@ class PullsWorker(Driver):
 
     async def _land(self, k: int, coming: InFlight, is_finite: bool) -> bool:
         """Runs `kernel.land`; returns whether the worker was restored."""
-        worker, states = self.worker, list(self.pulls)
+        worker = self.worker
+        states = list(self.pulls)
         try:
             target, renew = await worker.wait(coming.answer)
         except UnreachableError:
             return False  # its sender has failed: no pull this time
-        state, t = renew(states[k]), np.int32(worker.count)
+        state = renew(states[k])
+        t = np.int32(worker.count)
         worker.params, states[k], restored = self._compiled.land[k](
             worker.params, target, state, np.bool_(is_finite), t
         )
@@ -225,7 +228,9 @@ class _Compiled:
         grid: tuple[int, int],
         sharding: Sharding | None,
     ):
-        self._pulls, self._grid, self._sharding = pulls, grid, sharding
+        self._pulls = pulls
+        self._grid = grid
+        self._sharding = sharding
         self.init: Any = jax.jit(self._init)
         self.local = jax.jit(self._local)
         self.all_finite = jax.jit(lambda params: trees.all_finite(trees.floats(params)))
@@ -239,7 +244,8 @@ class _Compiled:
         return tuple(map(self._kept, self._pulls, states))
 
     def _local(self, x, u, states, loss, t, is_finite):
-        own, step = trees.floats(x), trees.widened(trees.floats(u))
+        own = trees.floats(x)
+        step = trees.widened(trees.floats(u))
         step, states, counts, _ = kernel.local(
             self._pulls, own, step, loss, states, is_finite, t
         )

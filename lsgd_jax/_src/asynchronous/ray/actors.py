@@ -79,8 +79,12 @@ class RayTransport(Transport):
         begun: float,
         namespace: str | None = None,
     ):
-        self.position, self.timeout, self.mailbox = position, timeout, mailbox
-        self._run, self._namespace, self._actors = run, namespace, {}
+        self.position = position
+        self.timeout = timeout
+        self.mailbox = mailbox
+        self._run = run
+        self._namespace = namespace
+        self._actors = {}
         self._begun = time.monotonic() - (time.time() - begun)
         self._status: Status | None = None
         self._reported = 0.0
@@ -93,9 +97,11 @@ class RayTransport(Transport):
         await asyncio.get_running_loop().run_in_executor(None, compute)
 
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
-        name, until = worker_name(self._run, peer), self.now() + self.timeout
+        name = worker_name(self._run, peer)
+        until = self.now() + self.timeout
         try:
-            actor, given = self._actor(name), buffered(arguments)
+            actor = self._actor(name)
+            given = buffered(arguments)
             if call == "state":
                 return await self._answer(actor.state.remote())
             ask = lambda: self._answer(actor.serve.remote(call, given))
@@ -158,7 +164,8 @@ class WorkerActor:
     """
 
     def __init__(self, spec: RunSpec, i: int, is_restarted: bool):
-        self.spec, self.index = spec, i
+        self.spec = spec
+        self.index = i
         position = GridPosition(i, spec.nodes, spec.locals)
         mailbox = Mailbox(spec.method.wire, i)
         self.transport = RayTransport(
@@ -167,7 +174,8 @@ class WorkerActor:
         self.worker: Worker | None = None
         # Otherwise all threads could wait for sums whose parts no thread is left to give.
         self._waiting = threading.Semaphore(WAITING)
-        self._is_restarted, self.stopped = is_restarted, threading.Event()
+        self._is_restarted = is_restarted
+        self.stopped = threading.Event()
 
     def run(self, state: Any, all_lost: bool) -> Any:
         """Trains to the end; returns the state at the end.
@@ -188,7 +196,8 @@ class WorkerActor:
         has_begun = self.worker is not None and self.worker.has_begun
         if self._is_restarted and not has_begun:
             return buffered(None)
-        mailbox, given = self.transport.mailbox, unbuffered(arguments)
+        mailbox = self.transport.mailbox
+        given = unbuffered(arguments)
         ask = lambda: getattr(mailbox, call)(*given)
         if not self._waiting.acquire(blocking=False):
             answer = mailbox.wait(ask, timeout=0.0)
@@ -214,10 +223,12 @@ class WorkerActor:
 
 
 async def _train(actor: WorkerActor, state: Any, all_lost: bool) -> Any:
-    spec, i = actor.spec, actor.index
+    spec = actor.spec
+    i = actor.index
     if all_lost and (state := spec.restore(i)) is None:
         raise RuntimeError("all workers were lost, and there is nothing to restore")
-    training, restore = spec.make_training(i), lambda: spec.restore(i)
+    training = spec.make_training(i)
+    restore = lambda: spec.restore(i)
     worker = Worker(training, spec.method, actor.transport, spec.steps, restore)
     if state is not None:
         worker.take_over(state)

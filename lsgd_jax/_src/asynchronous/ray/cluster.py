@@ -64,7 +64,8 @@ class ClusterOptions:
 
     def __post_init__(self):
         for name in ("timeout", "start", "stall"):
-            if not (limit := getattr(self, name)) > 0:
+            limit = getattr(self, name)
+            if not limit > 0:
                 raise ValueError(f"`{name}` must be positive, got {name}={limit}")
 
 
@@ -107,7 +108,8 @@ class Health:
 
     def check(self) -> None:
         """Raises RuntimeError if Ray has failed."""
-        if reason := self._failure():
+        reason = self._failure()
+        if reason:
             self.is_lost = True
             raise RuntimeError(f"Ray has failed: {reason}")
 
@@ -142,7 +144,8 @@ class Health:
             return ""
         for name in ("gcs_server", "raylet"):
             for started in self.node.all_processes.get(name, ()):
-                if (status := started.process.poll()) is not None:
+                status = started.process.poll()
+                if status is not None:
                     return f"its process {name} has ended with status {status}"
         return "" if self.node.all_processes else self._failure_of_joined()
 
@@ -192,7 +195,8 @@ def cluster(options: ClusterOptions, workers: int) -> Generator[Health]:
                     ray.init(address="local", **local, **shared)
     except Exception as error:  # Ray raises plain exceptions, too
         raise RuntimeError(advice(options.address, error)) from error
-    health, session = Health(), None
+    health = Health()
+    session = None
     if options.address is None and health.node is not None:
         # The folder of logs and sockets that Ray has made for this run.
         session = pathlib.Path(health.node.get_session_dir_path())

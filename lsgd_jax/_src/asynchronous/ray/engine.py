@@ -71,8 +71,11 @@ class Remote:
     """
 
     def __init__(self, workers: Sequence[Any], timeout: float, health: Health):
-        self._workers, self._timeout, self._health = workers, timeout, health
-        self.restarts, self.stopped = [0] * len(workers), False
+        self._workers = workers
+        self._timeout = timeout
+        self._health = health
+        self.restarts = [0] * len(workers)
+        self.stopped = False
         self.ended: dict[int, Any] = {}
         self.processes: dict[int, tuple[str, int]] = {}
 
@@ -187,7 +190,9 @@ class _Actors:
     def __init__(
         self, spec: RunSpec, options: ClusterOptions, states: Sequence[Any], health: Health
     ):
-        self._spec, self._options, self._states = spec, options, states
+        self._spec = spec
+        self._options = options
+        self._states = states
         self._health = health
         self._everyone = range(len(states))
         self.workers: list[Any] = [None] * len(states)
@@ -200,9 +205,11 @@ class _Actors:
 
     def _begin(self, all_lost: bool) -> None:
         """Starts the coordinator, beside this process, and all workers."""
-        options, name = self._options, f"lsgd-{uuid.uuid4().hex[:8]}"
+        options = self._options
+        name = f"lsgd-{uuid.uuid4().hex[:8]}"
         spec = self._spec = self._spec._replace(name=name)
-        self._until, self._all_lost = time.monotonic() + options.start, all_lost
+        self._until = time.monotonic() + options.start
+        self._all_lost = all_lost
         self._runs: dict[Any, int] = {}  # the worker of each call of `run`
         self._places: dict[Any, int] = {}  # the worker of each call of `where`
         self._restarted: set[int] = set()
@@ -238,7 +245,9 @@ class _Actors:
     def train(
         self, on_status: Callable[[Status, Remote], Any], signaled: threading.Event
     ) -> Outcome:
-        ended, told, stopped = self.remote.ended, time.monotonic(), None
+        ended = self.remote.ended
+        told = time.monotonic()
+        stopped = None
         while len(ended) < len(self._everyone):
             done, _ = ray.wait(list(self._runs), timeout=EVERY)
             status = self._status()  # first: without the coordinator, workers fail
@@ -335,7 +344,8 @@ class _Actors:
         ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         for ref in ready:
             i = self._places.pop(ref)
-            if (place := _answer(ref)) is not None:
+            place = _answer(ref)
+            if place is not None:
                 self.remote.processes[i] = place
         missing = [i for i in self._everyone if i not in self.remote.processes]
         if missing and time.monotonic() > self._until:

@@ -117,7 +117,8 @@ class ServedMailbox(Mailbox):
 
     def __init__(self, method: Joinable, rank: int, actor: Any, timeout: float):
         super().__init__(method.wire, rank)
-        self._actor, self._timeout = actor, timeout
+        self._actor = actor
+        self._timeout = timeout
         self._latest: Any = None
 
     def show(

@@ -110,9 +110,11 @@ class Network:
     def delay(self, is_inside: bool, size: float = 0.0) -> float:
         """Returns the seconds of a message on idle links."""
         if is_inside:
-            latency, bandwidth = self.inside_latency, self.inside_bandwidth
+            latency = self.inside_latency
+            bandwidth = self.inside_bandwidth
         else:
-            latency, bandwidth = self.latency, self.bandwidth
+            latency = self.latency
+            bandwidth = self.bandwidth
         return self.software(size) + latency + size / bandwidth
 
     def all_reduce(self, workers: int, size: float, is_inside: bool = False) -> float:
@@ -190,7 +192,8 @@ class Links:
     """
 
     def __init__(self, network: Network, nodes: int, locals: int):
-        self.network, self._locals = network, locals
+        self.network = network
+        self._locals = locals
         workers = nodes * locals
         if network.between and len(network.between) != nodes:
             raise ValueError(
@@ -201,9 +204,12 @@ class Links:
         links = [network.bandwidth] * 2 * nodes, [network.inside_bandwidth] * 2 * workers
         pairs = np.ravel(network.between)
         self._capacity = np.concatenate([*links, pairs, [math.inf]])
-        self._nodes, self._workers = nodes, workers
-        self.sent, self.stuck = np.zeros(nodes), set[int]()
-        self._flows, self._new = np.zeros(0, FLOW), list[tuple]()
+        self._nodes = nodes
+        self._workers = workers
+        self.sent = np.zeros(nodes)
+        self.stuck = set[int]()
+        self._flows = np.zeros(0, FLOW)
+        self._new = list[tuple]()
         self._last = 0.0
         self._version = 0  # of the rates
 
@@ -256,7 +262,8 @@ class Links:
 
     def _links(self, source: int, target: int) -> tuple[int, int]:
         """Returns the two links that a message takes, as indices of `_capacity`."""
-        here, there = source // self._locals, target // self._locals
+        here = source // self._locals
+        there = target // self._locals
         if here == there:
             first = 2 * self._nodes
             return first + source, first + self._workers + target
@@ -297,7 +304,8 @@ class Links:
             if not future.done():  # its worker may have failed
                 future.set_result(bool(has_arrived))
         flows = np.concatenate([flows[~ended], np.array(self._new, FLOW)])
-        self._flows, self._new = flows, []
+        self._flows = flows
+        self._new = []
         if not len(flows):
             return
         self._share()
