@@ -136,7 +136,8 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
             raise ValueError(
                 f"`variant` must be NAME=OPTIONS with a unique name, got {variant!r}"
             )
-        check_left_out(own := shlex.split(text))
+        own = shlex.split(text)
+        check_left_out(own)
         lines[name] = [options.experiment, *others, *own]
     if not lines:
         raise ValueError("`methods` or `variant` must name the methods to compare")
@@ -356,7 +357,10 @@ def read(folder: pathlib.Path) -> Curve:
         tests.append({"bytes_sent": sent, **last, key: None})
     if not tests:
         raise ValueError(f"{folder / records.METRICS} holds no test")
-    is_finite = lambda test: None not in (test[key], test.get("center_loss", 0))
+
+    def is_finite(test):
+        return None not in (test[key], test.get("center_loss", 0))
+
     sent = traffic.of_run(train)
     return Curve(
         steps=[test["step"] for test in tests],

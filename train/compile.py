@@ -71,7 +71,8 @@ class Cluster:
         if [self.chips, self.topology, self.gpu].count(None) != 2:
             raise ValueError("one of `chips`, `topology` and `gpu` must be given")
         if self.chips is not None:
-            chip, shape, sites = *self.shared(), self.sites or 1
+            chip, shape = self.shared()
+            sites = self.sites or 1
             if chip.kind.startswith("NVIDIA"):
                 return lj.aot.gpu(chip.name, sites, math.prod(shape) // sites)
             return lj.aot.tpu(f"{chip.name}:{'x'.join(map(str, cut(shape, sites)))}", sites)

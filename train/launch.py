@@ -166,7 +166,9 @@ def wait(
     def has_failed(child: subprocess.Popen[str]) -> bool:
         return bool(child.returncode) and not (passed and child.returncode == RESUME)
 
-    running = lambda: any([child.poll() is None for child in children])
+    def running():
+        return any([child.poll() is None for child in children])
+
     while running() and not any(map(has_failed, children)):
         time.sleep(0.05)
     deadline = time.monotonic() + grace
@@ -181,7 +183,10 @@ def wait(
     # A process that ends because another one failed may be the first to end. It may also
     # take the loss of a killed process for an error of its own.
     causes = [child for child in failed if child.returncode not in OF_OTHERS] or failed
-    is_own = lambda code: code > 0 or code in OF_OTHERS
+
+    def is_own(code):
+        return code > 0 or code in OF_OTHERS
+
     cause = min(causes, key=lambda child: is_own(child.returncode))
     code = cause.returncode
     name = f"process {children.index(cause)}"

@@ -398,7 +398,8 @@ def main(arguments: Sequence[str]) -> int:
     training = asynchronous.training(_alone(first), warn)
     runs = []
     for name, config in configs.items():
-        runs.append(found := simulate(name, config, options, training))
+        found = simulate(name, config, options, training)
+        runs.append(found)
         console.print(
             f"{name}: {counted(len(found.steps), 'step')} in {found.seconds:.4g} simulated "
             f"seconds; the simulation took {found.wall:.1f} s"

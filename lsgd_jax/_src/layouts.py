@@ -61,7 +61,10 @@ def spread(
     """
     leaves = _with_paths(tree, shapes)
     if callable(specs):
-        name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+
+        def name(path):
+            return jax.tree_util.keystr(path, simple=True, separator="/")
+
         each = [specs(name(path), leaf) for path, leaf in leaves]
     else:
         each = _broadcast(specs, tree)
@@ -105,8 +108,11 @@ def _with_paths(tree: Tree, shapes: Sequence[Any] | None) -> list[tuple[Any, Any
 
 def _broadcast(specs: Specs, tree: Tree) -> list[Spec]:
     """The spec of each leaf of the tree, of which `specs` is a prefix."""
+
     # The tree has nodes that are None, too, such as the axes of a `Shared`.
-    is_spec = lambda x: x is None or isinstance(x, Spec | NamedSharding)
+    def is_spec(x):
+        return x is None or isinstance(x, Spec | NamedSharding)
+
     each, prefix = jax.tree.flatten(specs, is_leaf=is_spec)
     try:
         below = prefix.flatten_up_to(tree)
@@ -259,7 +265,10 @@ class Layouts:
 
     def spec(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Spec | None:
         """The spec of the known leaf of that shape whose path ends most alike, if any."""
-        alike = lambda known: _common_end(known, path) or 0.5 * (len(known) == 1)
+
+        def alike(known):
+            return _common_end(known, path) or 0.5 * (len(known) == 1)
+
         found = [(alike(own), spec) for own, spec in self._by_shape.get(shape, ())]
         best = _most_alike(found)
         return self._of_piece(path, shape) if best is None else best

@@ -147,10 +147,15 @@ class Topology:
     def __str__(self) -> str:
         lines = [repr(self)]
         for r, round in enumerate(self.rounds):
-            share = lambda i, j, r=r: f" ({self.mixing[r, j, i]:.3g})" * self.weighted
-            edges = " ".join(f"{i}→{j}{share(i, j)}" for i, j in sorted(_edges(round)))
+            edges = " ".join(self._described(r, i, j) for i, j in sorted(_edges(round)))
             lines.append(f"  round {r}: {edges or 'no worker sends'}")
         return "\n".join(lines)
+
+    def _described(self, r: int, i: int, j: int) -> str:
+        """An edge of a round in a few characters, with its share if shares differ."""
+        if not self.weighted:
+            return f"{i}→{j}"
+        return f"{i}→{j} ({self.mixing[r, j, i]:.3g})"
 
 
 Graph = Topology | Callable[[int], Topology]
@@ -214,7 +219,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
     """
     check_positive_int("num_workers", num_workers)
     even = num_workers + num_workers % 2  # the extra worker is a placeholder
-    hops = [1] + [h for k in range(1, even.bit_length()) if (h := 2**k + 1) < even]
+    hops = [1, *(2**k + 1 for k in range(1, even.bit_length()) if 2**k + 1 < even)]
     rounds = []
     for hop in hops:
         pairs = [(i, (i + hop) % even) for i in range(0, even, 2)]
@@ -485,7 +490,10 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Permutations:
     """
     nodes = [(side, i) for side in ("source", "destination") for i in range(num_workers)]
     at: dict[tuple[str, int], dict[int, Edge]] = {node: {} for node in nodes}
-    ends = lambda edge: (("source", edge[0]), ("destination", edge[1]))
+
+    def ends(edge: Edge) -> tuple[tuple[str, int], tuple[str, int]]:
+        return ("source", edge[0]), ("destination", edge[1])
+
     counts = collections.Counter(end for edge in edges for end in ends(edge))
     degree = max(counts.values(), default=0)
 
@@ -501,8 +509,10 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Permutations:
         at[source][here] = edge
         # The edge takes the color from another edge at this node, which takes the other
         # color, and so on along the path.
-        while displaced := at[node].pop(here, None):
-            at[node][here], at[node][other] = edge, displaced
+        while here in at[node]:
+            displaced = at[node][here]
+            at[node][here] = edge
+            at[node][other] = displaced
             near, far = ends(displaced)
             edge = displaced
             node = far if node == near else near

@@ -183,8 +183,10 @@ def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) ->
     asked = 0
     while child.poll() is None:
         time.sleep(LOOK_S)
-        if not asked and (asked := ray.get(board.asked.remote())):
-            child.send_signal(asked)
+        if not asked:
+            asked = ray.get(board.asked.remote())
+            if asked:
+                child.send_signal(asked)
         silent = progress.silence()
         if is_main and silent > job.options.progress_timeout:
             line = f"no progress for {silent:.0f} s (--ray.progress-timeout)"

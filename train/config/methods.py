@@ -214,7 +214,10 @@ class MethodConfig:
           learning_rate: the learning rate of `base`, a number or an optax schedule, which
             counts steps from 0.
         """
-        made = lambda factory: [self._made(factory, learning_rate)] if factory else []
+
+        def made(factory):
+            return [self._made(factory, learning_rate)] if factory else []
+
         if self.row.around is not None:
             base = self._made(self.row.around, learning_rate, base=base)
         return optax.chain(*made(self.row.first), base, *made(self.row.last))

@@ -223,7 +223,11 @@ def some(files: Files, count: int, seed: int, size: int) -> Images:
     pixels = []
     labels = []
     waits = iter(WAITS)
-    pause = lambda seconds, error: time.sleep(seconds)
+
+    def pause(seconds: float, error: OSError) -> None:
+        del error
+        time.sleep(seconds)
+
     for row in np.random.default_rng(seed).permutation(len(files.labels)):
         if len(labels) == count:
             break

@@ -37,9 +37,9 @@ class EpochSampler:
 
         @functools.lru_cache(maxsize=2)  # reading ahead alternates between two epochs
         def orders(epoch: int, workers: range) -> np.ndarray:
-            order = lambda worker: np.random.default_rng([seed, worker, epoch])
-            each = [order(worker).permutation(size) for worker in workers]
-            return np.stack(each).astype(np.int32)
+
+            random = [np.random.default_rng([seed, worker, epoch]) for worker in workers]
+            return np.stack([each.permutation(size) for each in random]).astype(np.int32)
 
         self._orders = orders
 

@@ -263,7 +263,10 @@ class Stream:
             return image(pause, batch, *divmod(rest, shape[-1]))
 
         def place(batch: Any) -> Batch:
-            of_shape = lambda x: x.reshape(*shape, *x.shape[1:])
+
+            def of_shape(x):
+                return x.reshape(*shape, *x.shape[1:])
+
             return self._workers.put_owned(jax.tree.map(of_shape, batch))
 
         read_ahead = grain.ReadOptions(

@@ -189,7 +189,10 @@ def load(
     held_out = pairs[-test:]
     vocabulary = Subwords.learned(itertools.chain(*train), subwords)
     kind = np.min_scalar_type(len(vocabulary) - 1)
-    of = lambda texts: vocabulary.encode(texts, context).astype(kind)
+
+    def of(texts):
+        return vocabulary.encode(texts, context).astype(kind)
+
     # A sentence that was cut does not end with END.
     sides = Pairs(*(of(texts) for texts in zip(*train)))
     fits = np.logical_and(*((side == END).any(axis=1) for side in sides))

@@ -86,7 +86,9 @@ class MetricsBuffer:
         self._last = pulls
         self._closes = closes
         self._pulls = pulls
-        self._closes_at, self._exchange = step, 0  # of this interval; 0: none
+        # Of this interval: its last step, and the step of its last exchange, or 0.
+        self._closes_at = step
+        self._exchange = 0
         self._distances: dict[int, Array] = {}
         self._electing = [pull for pull in pulls if pull.leader is not None]
         self._unread: deque[tuple[int, Array]] = deque()
@@ -191,10 +193,13 @@ class MetricsBuffer:
 
 def _counts(pulls: Sequence[lj.Diagnostics]) -> np.ndarray:
     """How often each worker was restored, and had a target that was dropped: [2, W]."""
-    count = lambda x: np.sum(x, axis=0)
-    dropped = [pull.dropped for pull in pulls if pull.dropped is not None]
-    restored = count([pull.restored for pull in pulls])
-    return np.array([restored, count(dropped) if dropped else np.zeros_like(restored)])
+
+    restored = np.sum([pull.restored for pull in pulls], axis=0)
+    dropped = np.zeros_like(restored)
+    of_pulls = [pull.dropped for pull in pulls if pull.dropped is not None]
+    if of_pulls:
+        dropped = np.sum(of_pulls, axis=0)
+    return np.array([restored, dropped])
 
 
 def _differed(

@@ -42,7 +42,10 @@ def told(line: str) -> Generator[Callable[[str], object]]:
     shown = console(stderr=True)
     if shown.is_terminal:
         with shown.status(line) as status:
-            done = lambda part: status.update(f"{line}: {rich.markup.escape(part)} is done")
+
+            def done(part: str) -> None:
+                status.update(f"{line}: {rich.markup.escape(part)} is done")
+
             yield done
         return
     said: list[str] = []
@@ -141,8 +144,10 @@ class Progress:
         if len(steps) > MOST_BARS:
             return
         if not self._workers:
-            add = lambda i: self._bar.add_task(f"worker {i}", total=self._steps)
-            self._workers = [add(i) for i in range(len(steps))]
+            self._workers = [
+                self._bar.add_task(f"worker {i}", total=self._steps)
+                for i in range(len(steps))
+            ]
         for bar, count in zip(self._workers, steps):
             self._bar.update(bar, completed=count)
 

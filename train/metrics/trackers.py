@@ -151,7 +151,8 @@ def _kept_id(path: pathlib.Path, prefix: str = "") -> str:
     """The id in a file, which is drawn and written if the file is missing or empty."""
     kept = path.read_text() if path.exists() else ""
     if not kept:
-        path.write_text(kept := prefix + secrets.token_hex(8))
+        kept = prefix + secrets.token_hex(8)
+        path.write_text(kept)
     return kept
 
 

@@ -216,7 +216,8 @@ class Follower:
         counts = self._counts
         present = set(status.present) | set(remote.ended)
         missing = self._present - present
-        down, self._missing = missing & self._missing, missing  # one that just ended is not
+        down = missing & self._missing  # one that has just ended is missing only once
+        self._missing = missing
         for i in sorted(down):
             progress.warn(f"worker {i} is down at its step {counts[i]}")
         for i in sorted(present - self._present):
@@ -297,7 +298,10 @@ def pace_event(status: lj.asynchronous.Status, counts: Sequence[int]) -> dict[st
       counts: steps that each worker has taken.
     """
     reports = [status.reports[i] for i in range(len(counts))]
-    column = lambda name: [getattr(report, name) for report in reports]
+
+    def column(name):
+        return [getattr(report, name) for report in reports]
+
     return {
         "steps": list(counts),
         "present": status.present,

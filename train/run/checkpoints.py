@@ -82,7 +82,10 @@ class BestAndFinite(checkpoint_managers.PreservationPolicy):
 
     def latest_finite(self, steps: Iterable[int]) -> int | None:
         """Returns the latest of the steps whose losses are finite, or None."""
-        finite = lambda step: self._notes(step).get("finite", True)
+
+        def finite(step):
+            return self._notes(step).get("finite", True)
+
         return max(filter(finite, steps), default=None)
 
     def best(self, steps: Iterable[int]) -> Best | None:
@@ -180,14 +183,17 @@ class Checkpoints:
         if step == self._unconfirmed:
             return True
         self.wait()
-        newest = max(steps := self._manager.all_steps(), default=step)
+        steps = self._manager.all_steps()
         if step in steps:
             return True
         self._unconfirmed = step
         needed = sum(x.nbytes for x in jax.tree.leaves((state, model)))
-        later = f"the one of step {newest} is later" if newest > step else ""
-        obstacle = later or self._obstacle(needed)
-        if obstacle:  # Orbax would skip it in silence
+        newest = max(steps, default=step)
+        if newest > step:  # Orbax would skip this one in silence
+            obstacle = f"the one of step {newest} is later"
+        else:
+            obstacle = self._obstacle(needed)
+        if obstacle:
             self._failed(obstacle)
             return False
         items = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(notes)}
@@ -248,7 +254,8 @@ class Checkpoints:
         except FAILURES as error:
             self._failed(self._gone() or error)
             return False
-        if self._unconfirmed is not None and (gone := self._gone()):
+        gone = "" if self._unconfirmed is None else self._gone()
+        if gone:
             self._failed(gone)
             return False
         self._unconfirmed = None
@@ -436,8 +443,13 @@ def _restore(path: pathlib.Path, wanted: Any, known: Any) -> Any:
     if known is wanted:
         return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
     found = _by_name(checkpointer.restore(path, args=ocp.args.StandardRestore(known)))
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, "sharding", None))
-    fill = lambda path, x: found[_name(path)] if _name(path) in found else zeros(x)
+
+    def zeros(x):
+        return jnp.zeros(x.shape, x.dtype, device=getattr(x, "sharding", None))
+
+    def fill(path, x):
+        return found[_name(path)] if _name(path) in found else zeros(x)
+
     return jax.tree_util.tree_map_with_path(fill, wanted)
 
 
@@ -448,7 +460,9 @@ def _as_saved(wanted: Any, saved: Any) -> Any:
     is the tree itself if the fields are the same.
     """
     there = _by_name(saved)
-    is_new = lambda name: name.rpartition(".")[2] in NEW_COUNTERS and name not in there
+
+    def is_new(name):
+        return name.rpartition(".")[2] in NEW_COUNTERS and name not in there
 
     def known(tree: Any, saved: Any, name: str) -> Any:
         if isinstance(tree, dict):

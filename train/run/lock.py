@@ -127,7 +127,10 @@ def _acquire(lease: SoftFileLease, folder: pathlib.Path, say: Say) -> None:
     _check_writable(folder)
     if not lease.is_lock_held_by_us:  # an earlier run of this process may hold it
         before = _renewed(folder)
-        lives = lambda: _renewed(folder) not in (None, before)
+
+        def lives():
+            return _renewed(folder) not in (None, before)
+
         for seconds in (2 * RENEWAL_S, LEASE_S):
             with contextlib.suppress(filelock.Timeout):
                 lease.acquire(seconds, poll_interval=RENEWAL_S / 10, cancel_check=lives)

@@ -98,8 +98,12 @@ class Run:
             closes=lambda step: min(-(-step // every) * every, config.steps),
         )
         self.stop_signals = StopSignals(session)
-        best = lambda: "inf" if (x := checkpoints.best()) is None else repr(x.value)
-        self.lowest = float(session.of_main(best))
+
+        def measure_of_the_best() -> str:
+            best = checkpoints.best()
+            return "inf" if best is None else repr(best.value)
+
+        self.lowest = float(session.of_main(measure_of_the_best))
         self.test_is_due = start.test_is_due
         self.last_test: tuple[int, Tested] | None = None
         self.center: dict[str, Any] | None = None
@@ -218,7 +222,10 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
         os._exit(session.leave(STOPPED, line))  # even if the main thread hangs
 
     held: list[RunLock] = []
-    take = lambda: held.append(RunLock(folder, progress.say, lost))
+
+    def take() -> None:
+        held.append(RunLock(folder, progress.say, lost))
+
     written_by_main(session, folder, take)
     return held[0] if held else None
 

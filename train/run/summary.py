@@ -22,7 +22,8 @@ def rows(result: Result, latest: Mapping[str, Mapping[str, Any]]) -> dict[str, s
         found["best worker"] = _tested(result.tested.best)
     if result.best is not None:
         found["best checkpoint"] = f"step {result.best.step}: {_tested(result.best.tested)}"
-    found["last checkpoint"] = None if (x := result.checkpoint) is None else f"step {x}"
+    if result.checkpoint is not None:
+        found["last checkpoint"] = f"step {result.checkpoint}"
     pace = train.get("steps_per_second")
     if pace is not None:
         found["steps"] = f"{result.step}, {pace:.1f} a second"

@@ -209,9 +209,16 @@ class AsynchronousExperiment(BaseExperiment):
           step: the mean of their steps.
           sent: the bytes that each worker has sent.
         """
-        stack = lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves])
-        column = lambda name: [state[name] for state in states]
-        put = lambda trees: self.workers.put(jax.tree.map(stack, *trees))
+
+        def stack(*leaves):
+            return np.stack([np.asarray(leaf) for leaf in leaves])
+
+        def column(name):
+            return [state[name] for state in states]
+
+        def put(trees):
+            return self.workers.put(jax.tree.map(stack, *trees))
+
         stats = put([own.stats for own in column("own")])
         if stats and self._config.batch_statistics == "average":
             stats = self.workers.replicate(lj.consensus(stats))
@@ -234,7 +241,10 @@ class AsynchronousExperiment(BaseExperiment):
         state = self.workers.fetch(state)
         engine = state.engine
         method = jax.tree.structure(self._first["method"])
-        row = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+
+        def row(tree, i):
+            return jax.tree.map(lambda x: x[i], tree)
+
         return [
             {
                 "params": row(state.params, i),

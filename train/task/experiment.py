@@ -276,7 +276,10 @@ class BaseExperiment(abc.ABC):
 
     def _stats_of_one(self, variables, data, batch, key):
         params, stats = variables.value
-        apply = lambda stats: self.forward.loss(params, stats, data, batch, key)
+
+        def apply(stats):
+            return self.forward.loss(params, stats, data, batch, key)
+
         return batch_statistics.of_batch(apply, stats)
 
 

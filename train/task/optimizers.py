@@ -76,7 +76,8 @@ def matrices(params: Any) -> Any:
 
 def _of_muon(params: Any) -> Any:
     """The dimension numbers of muon for each parameter, or None for parameters of adamw."""
-    how = lambda is_matrix, x: (
-        optax.contrib.MuonDimensionNumbers() if is_matrix and x.ndim == 2 else None
-    )
+
+    def how(is_matrix, x):
+        return optax.contrib.MuonDimensionNumbers() if is_matrix and x.ndim == 2 else None
+
     return jax.tree.map(how, matrices(params), params)

@@ -42,7 +42,10 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
             final = options.final_fraction
             after = optax.cosine_decay_schedule(peak, steps - warmup, final)
         case "inverse-sqrt":
-            after = lambda k: peak * (max(warmup, 1) / (k + warmup + 1)) ** 0.5
+
+            def after(k):
+                return peak * (max(warmup, 1) / (k + warmup + 1)) ** 0.5
+
     if not warmup:
         return peak if options.schedule == "constant" else after
     rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)

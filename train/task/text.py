@@ -66,7 +66,10 @@ class TextForward(Forward):
         windows = windows.astype(jnp.int32)
         losses = self._losses(variables, windows)
         nbytes = jnp.asarray(self.vocabulary.nbytes)[windows[:, 1:]]
-        total = lambda x: jnp.where(valid, x, 0).sum()
+
+        def total(x):
+            return jnp.where(valid, x, 0).sum()
+
         return total(losses), valid.sum(), total(nbytes)
 
     def result(self, totals: Any) -> TestResult:

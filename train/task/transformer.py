@@ -100,7 +100,10 @@ class Block(nn.Module):
         if source is not None:
             encoded, lengths = source
             (q,) = heads(dense(width, name="cross_q")(norm(name="cross_norm")(x)), 1)
-            project = lambda: heads(dense(2 * width, name="cross_kv")(encoded), 2)
+
+            def project():
+                return heads(dense(2 * width, name="cross_kv")(encoded), 2)
+
             once = at is not None
             k, v = self.variable("cache", "source", project).value if once else project()
             mixed = attend(q, k, v, key_value_seq_lengths=lengths)

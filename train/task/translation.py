@@ -79,7 +79,10 @@ class TranslationForward(Forward):
     def sums(self, variables: Any, *batch: Array) -> tuple[Array, ...]:
         *pairs, valid = split_batch(batch)
         losses, counts = self._losses(variables, pairs, smoothing=0.0)
-        total = lambda x: jnp.where(valid[:, None], x, 0).sum()
+
+        def total(x):
+            return jnp.where(valid[:, None], x, 0).sum()
+
         return total(losses), total(counts)
 
     def result(self, totals: Any) -> TestResult:

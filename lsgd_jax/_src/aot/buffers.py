@@ -80,7 +80,10 @@ def _alive(program: HloModule, name: str, without: Iterable[str] = ()) -> list[B
 def _owners(line: Instruction, owners: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     if line.opcode in ("parameter", "constant"):
         return ()
-    of = lambda name: owners.get(name, ())
+
+    def of(name):
+        return owners.get(name, ())
+
     if line.opcode == "get-tuple-element" or line.opcode.endswith("-done"):
         return of(line.operands[0]) if line.operands else ()
     if line.opcode == "dynamic-update-slice":

@@ -61,11 +61,12 @@ def _of_mesh(axes: str, devices: str, of: str) -> Groups:
     """Groups along the axes `of` of a mesh, of which the rest distinguish groups."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     ids = np.arange(math.prod(sizes.values()))
-    given = re.search(r"(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", devices)
-    if given:
-        ids = _iota(given.group(1)).reshape(-1)
-    elif given := re.search(r"\(([\d,]+)\)", devices):
-        ids = np.array(_numbers(given.group(1)))
+    iota = re.search(r"(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", devices)
+    listed = re.search(r"\(([\d,]+)\)", devices)
+    if iota:
+        ids = _iota(iota.group(1)).reshape(-1)
+    elif listed:
+        ids = np.array(_numbers(listed.group(1)))
     # A part of an axis is written 'axis':(before)size; it splits the axis.
     grid = ids
     names = list(sizes)

@@ -73,12 +73,16 @@ class HloModule:
         for line in text.splitlines():
             header = HEADER.match(line)
             if header:
-                current = self.computations.setdefault(header.group(2), [])
-                self.entry = header.group(2) if header.group(1) else self.entry
+                is_entry, name = header.group(1, 2)
+                current = self.computations.setdefault(name, [])
+                if is_entry:
+                    self.entry = name
             elif line.startswith("}"):
                 current = None
-            elif current is not None and (instruction := parsed(line)):
-                current.append(instruction)
+            elif current is not None:
+                instruction = parsed(line)
+                if instruction:
+                    current.append(instruction)
 
     def products(self, computation: str) -> int:
         """How many matrix products and convolutions a computation runs."""

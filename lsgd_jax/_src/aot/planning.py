@@ -97,7 +97,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The choices as JSON, with their programs."""
-        plain = lambda x: x if isinstance(x, int | float | str | None) else str(x)
+
+        def plain(x):
+            return x if isinstance(x, int | float | str | None) else str(x)
+
         choices = [
             {
                 "settings": {name: plain(x) for name, x in choice.settings.items()},
@@ -256,5 +259,8 @@ def _kind(method: Exchange | Outer, phase: Phase) -> Hashable:
 
 def _sorted(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     most = float("inf")
-    order = lambda x: (not x.report.fits, most if x.step is None else x.step)
+
+    def order(x):
+        return (not x.report.fits, most if x.step is None else x.step)
+
     return tuple(sorted(choices, key=order))  # stable

@@ -121,7 +121,10 @@ class Pod:
         """
         if self.chip is None or not self.chip.links:  # all are behind a switch
             return 1.0
-        place = lambda device: tuple(getattr(device, "coords", ()))
+
+        def place(device):
+            return tuple(getattr(device, "coords", ()))
+
         sizes = tuple(max(column) + 1 for column in zip(*map(place, self.devices)))
         return links.share(kind, list(map(place, devices)), sizes, self.chip.links)
 

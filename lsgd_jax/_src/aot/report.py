@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -186,9 +187,10 @@ class Report:
           ValueError: no figures of the chip are known, or the exposed transfers alone take
             longer.
         """
-        step = lambda report: (
-            report.mean_seconds() if program is None else report.seconds(program)
-        )
+
+        def step(report: Report) -> Any:
+            return report.mean_seconds() if program is None else report.seconds(program)
+
         if step(self) is None:
             raise ValueError("there are no seconds to calibrate: see `Report.seconds`")
         # More compute hides more, but never more than it adds.
@@ -268,10 +270,14 @@ class Report:
         """The seconds of the mean step over a period; None if they are unknown."""
         if any(self.seconds(program) is None for program in self.programs):
             return None
-        names = [field.name for field in dataclasses.fields(Seconds)]
-        of = lambda name: self.mean(lambda program: getattr(self.seconds(program), name))
-        each = {name: x for name in names if (x := of(name)) is not None}
-        return Seconds(**each) if len(each) == len(names) else None
+        means = {}
+        for field in dataclasses.fields(Seconds):
+            of = operator.attrgetter(field.name)
+            mean = self.mean(lambda program, of=of: of(self.seconds(program)))
+            if mean is None:
+                return None
+            means[field.name] = mean
+        return Seconds(**means)
 
     def mean(self, of: Callable[[Program], float | None]) -> float | None:
         """The mean over the steps of a period: Σ share · of(program); None if unknown.

@@ -121,7 +121,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ['a    bb', 'ccc   d']
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    pad = lambda i, cell: cell.rjust(widths[i]) if i else cell.ljust(widths[0])
+
+    def pad(i, cell):
+        return cell.rjust(widths[i]) if i else cell.ljust(widths[0])
+
     return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
@@ -184,7 +187,8 @@ def figure(report: Any, path: Any) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("`figure` needs matplotlib: pip install matplotlib") from error
-    each = [(p.name, s) for p in report.programs if (s := report.seconds(p)) is not None]
+    each = [(program.name, report.seconds(program)) for program in report.programs]
+    each = [(name, seconds) for name, seconds in each if seconds is not None]
     if not each:
         raise ValueError(
             "no figures of this chip are known, so there are no seconds to draw"

@@ -105,7 +105,10 @@ def anchored(
 
     def init(params: Tree) -> AnchorState:
         anchor = Group(axes).start(params)
-        like_anchor = lambda tree: anchor._replace(value=tree)
+
+        def like_anchor(tree):
+            return anchor._replace(value=tree)
+
         states = map(outer.init, _blocks(anchor.value, layerwise))
         return AnchorState(
             anchor,
@@ -287,7 +290,10 @@ def _blocks(tree: Tree, layerwise: bool) -> list[Tree]:
         return [tree]
     leaves, treedef = jax.tree.flatten(tree)
     nothing = optax.MaskedNode()
-    only = lambda i: [leaf if i == j else nothing for j, leaf in enumerate(leaves)]
+
+    def only(i):
+        return [leaf if i == j else nothing for j, leaf in enumerate(leaves)]
+
     return [treedef.unflatten(only(i)) for i in range(len(leaves))]
 
 

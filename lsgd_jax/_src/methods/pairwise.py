@@ -137,7 +137,9 @@ def pairwise(
         own = jax.tree.map(lambda a: jnp.where(takes_part, widened(a), 0), y)
         return trees.step_towards(own, z, f), takes_part | there, PairwiseState(mine)
 
-    init = lambda params: PairwiseState(jnp.zeros([], weight_dtype(params)))
+    def init(params):
+        return PairwiseState(jnp.zeros([], weight_dtype(params)))
+
     rounds = phase_rounds_on(graph)
     rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=rounds)
     return exchange(Pull(rule, 1.0), **options)
@@ -240,7 +242,9 @@ def gosgd(
         z = blend(y, jnp.where(takes_part, own, 0), sums, mass, error, w - own)
         return z, takes_part | (mass > 0), SumWeightState(own + mass)
 
-    init = lambda params: SumWeightState(jnp.ones([], weight_dtype(params)))
+    def init(params):
+        return SumWeightState(jnp.ones([], weight_dtype(params)))
+
     rounds = phase_rounds_on(graph)
     rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=rounds)
     return exchange(Pull(rule, 1.0), **options)

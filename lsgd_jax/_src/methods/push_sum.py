@@ -170,8 +170,9 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
         here = graph(group.size)
         w = state.weight
         traveling = x if staleness else y
-        *sent, error = send(group, traveling, w, takes_part, here)
-        arrives, *in_flight = (*state.in_flight, (sent[0], sent[1]))
+        shares, weights, error = send(group, traveling, w, takes_part, here)
+        # The message of this step is the last one in flight. The first one lands now.
+        arrives, *in_flight = [*state.in_flight, (shares, weights)]
         if staleness > 1:
             # The first messages are the start, whole: init does not know the graph.
             is_start = group.exchange_number < staleness

@@ -91,7 +91,10 @@ class Along(NamedTuple):
         >>> Along.of((512, 512), 256).axis
         0
         """
-        divisors = lambda n: [b for b in range(1, min(n, block) + 1) if n % b == 0]
+
+        def divisors(n):
+            return [b for b in range(1, min(n, block) + 1) if n % b == 0]
+
         sizes = [max(divisors(n)) for n in shape[:end]]
         return cls(shape, sizes.index(max(sizes)), max(sizes))
 
@@ -136,7 +139,8 @@ class Elements(NamedTuple):
 
     shape: tuple[int, ...]
 
-    along, width = -1, 0  # codes without scales are not packed, at any width
+    along = -1
+    width = 0  # codes without scales are not packed, at any width
 
     def blocks(self, x: Array) -> Array:
         """The array."""

@@ -63,7 +63,9 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
       of its message and of the sum of its share.
     """
     cut, layout = shares(x.shape, group.size, wire)
-    decode = lambda message: wire.decode(message, layout)
+
+    def decode(message):
+        return wire.decode(message, layout)
 
     rows = cut.rows(x.astype(jnp.float32))
     sent, given = wire.rounded(rows, layout, key)
@@ -72,7 +74,10 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
     arrived = second_round(jax.tree.map(group.transpose, sent))
 
     def add(i: Array, total: Array) -> Array:
-        row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+        def row(x):
+            return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
         return total + decode(jax.tree.map(row, arrived))
 
     nothing = jnp.zeros(rows.shape[1:], jnp.float32)

@@ -58,7 +58,10 @@ class Packing:
             stays = leaf.size > PACKED_BELOW or (self.keeps_shapes and leaf.ndim)
             alone = i if stays else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
-        is_last = lambda members: not (groups and groups[members[0]])
+
+        def is_last(members):
+            return not (groups and groups[members[0]])
+
         self.members = sorted(buffers.values(), key=is_last)
         self._starts = [0] * len(leaves)  # in their buffers
         for members in self.members:

@@ -64,7 +64,10 @@ class Shares:
         if not self._is_cut:
             return self._group.gather(buffers)  # one message of all buffers
         group = self._group
-        own = lambda x: group.transpose(Cut.of(x.shape, group.size).rows(x))
+
+        def own(x):
+            return group.transpose(Cut.of(x.shape, group.size).rows(x))
+
         return second_round([own(x) if x.size else group.gather(x) for x in buffers])
 
     def join(self, shares: Sequence[Array]) -> Tree:

@@ -289,7 +289,10 @@ def _pieces(params: Tree, centers: Sequence[Tree]) -> list[list[Array]]:
 
 def _centers(opt_state: Tree) -> Iterator[Tree]:
     """Yields the center of each pull that has one, with empty nodes for other leaves."""
-    own = lambda node: hasattr(type(node), "__lsgd_center__") or isinstance(node, WithState)
+
+    def own(node):
+        return hasattr(type(node), "__lsgd_center__") or isinstance(node, WithState)
+
     # A user's own vmap has stacked values that are equal on all workers.
     is_stacked = any(jnp.ndim(node.count.value) for node in states_of(opt_state))
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):

@@ -178,7 +178,10 @@ def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Devi
 
 def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
     """Grids of devices in which every device holds consecutive workers."""
-    divisors = lambda n: [d for d in range(1, n + 1) if n % d == 0]
+
+    def divisors(n):
+        return [d for d in range(1, n + 1) if n % d == 0]
+
     grids = itertools.chain(
         ((nodes, d) for d in divisors(locals)), ((d, 1) for d in divisors(nodes))
     )

@@ -205,7 +205,10 @@ def _trace(
     def run(*leaves: Any) -> list[Any]:
         names = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
         values = dict(zip(names, (*traced.consts, *leaves)))
-        read = lambda x: x.val if isinstance(x, Literal) else values[x]
+
+        def read(x):
+            return x.val if isinstance(x, Literal) else values[x]
+
         results = body(*map(read, mapped.invars))
         # The result of a jaxpr may be a literal.
         return [
@@ -242,7 +245,10 @@ def _without(
         rest = iter(given[:first])
         placed = [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
         outputs = fn(*placed, **dict(zip(by_name, given[first:])), **fixed_by_name)
-        to_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+        def to_array(x):
+            return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
         return jax.tree.map(to_array, outputs)
 
     arrays = [x for i, x in enumerate(args) if i not in fixed]
@@ -300,8 +306,12 @@ def _spmd(
       specs_out: for each result, its spec in a worker; None leaves the choice to XLA.
     """
     shapes = tuple(size for _, size in grid.slots)
-    specs = lambda shared: grid.sharding(shared=shared).spec
-    unstack = lambda x, shared: x if shared else x.reshape(shapes + x.shape[1:])
+
+    def specs(shared):
+        return grid.sharding(shared=shared).spec
+
+    def unstack(x, shared):
+        return x if shared else x.reshape(shapes + x.shape[1:])
 
     def stack(x, shared, spec):
         if shared and not shapes and spec is None:

@@ -150,7 +150,10 @@ class _Analysis:
             return self._outputs[key]
         known = dict(zip(jaxpr.invars, inputs))
         nowhere: Axes = frozenset()
-        read = lambda x: nowhere if isinstance(x, Literal) else known.get(x, nowhere)
+
+        def read(x):
+            return nowhere if isinstance(x, Literal) else known.get(x, nowhere)
+
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
             rule = self._rules.get(eqn.primitive.name, self._other)
@@ -201,10 +204,15 @@ class _Analysis:
 
     def _scan(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         (body,) = jaxprs_of(eqn)
+
         # Scanned arrays have one axis more outside than inside. Versions of jax differ in
         # the names of the parameters that count them.
-        rank = lambda v: len(getattr(v.aval, "shape", ()))
-        kept = lambda outer, inner: sum(rank(x) == rank(y) for x, y in zip(outer, inner))
+        def rank(v):
+            return len(getattr(v.aval, "shape", ()))
+
+        def kept(outer, inner):
+            return sum(rank(x) == rank(y) for x, y in zip(outer, inner))
+
         second = kept(eqn.invars, body.invars)
         first = second - kept(eqn.outvars, body.outvars)
         constants = operands[:first]
@@ -235,10 +243,13 @@ class _Analysis:
         if jaxpr not in self._connected:
             found: Axes = frozenset()
             for eqn in jaxpr.eqns:
-                if _name(eqn) not in SILENT and (axes := self._axes & axes_of(eqn)):
+                axes = self._axes & axes_of(eqn)
+                if axes and _name(eqn) == "ppermute":
                     # In XLA a permutation starts once every device of the mesh has
                     # arrived, including those of other groups.
-                    found |= self._axes if _name(eqn) == "ppermute" else axes
+                    found |= self._axes
+                elif _name(eqn) not in SILENT:
+                    found |= axes
                 found = found.union(*map(self._connects, jaxprs_of(eqn)))
             self._connected[jaxpr] = found
         return self._connected[jaxpr]

@@ -53,7 +53,10 @@ def combined(fn: Callable[..., Any], *trees: Tree) -> Tree:
     >>> combined(operator.sub, {"a": np.float32([2, 3])}, {"a": np.float32([1, 1])})
     {'a': array([1., 2.], dtype=float32)}
     """
-    wide = lambda x: np.asarray(x, np.promote_types(x.dtype, np.float32))
+
+    def wide(x):
+        return np.asarray(x, np.promote_types(x.dtype, np.float32))
+
     with np.errstate(invalid="ignore", over="ignore"):
         return jax.tree.map(lambda *x: np.asarray(fn(*map(wide, x))), *trees)
 

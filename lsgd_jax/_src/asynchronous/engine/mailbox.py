@@ -157,7 +157,10 @@ class Mailbox:
                 if self._reference is not None:
                     exact = combined(operator.sub, exact, self._reference)
                 packed, arrives, error = self.encoded(exact)
-                snapshot = lambda tree: Snapshot(tree, self._measure)
+
+                def snapshot(tree):
+                    return Snapshot(tree, self._measure)
+
                 self._contributed[number] = snapshot(packed), snapshot(arrives), error
                 while len(self._contributed) > CONTRIBUTED:
                     self._contributed.popitem(last=False)
@@ -214,8 +217,11 @@ class Mailbox:
 
         For engines that serve requests in threads.
         """
+
         # In a list, because an answer may itself be false.
-        answered = lambda: [answer for answer in [ask()] if answer is not None]
+        def answered():
+            return [answer for answer in [ask()] if answer is not None]
+
         with self._lock:
             found = self._lock.wait_for(answered, timeout)
         return found[0] if found else None

@@ -103,7 +103,10 @@ def sharding_of(params: Tree) -> Sharding | None:
             f"{', '.join(sorted({str(x.sharding) for x in spread_out}))}"
         )
     check_mesh(mesh)
-    is_on = lambda x: isinstance(x, Array) and getattr(x.sharding, "mesh", None) == mesh
+
+    def is_on(x):
+        return isinstance(x, Array) and getattr(x.sharding, "mesh", None) == mesh
+
     specs = tuple(x.sharding.spec if is_on(x) else Spec() for x in leaves)
     return _sharding(mesh, treedef, tuple(tuple(jnp.shape(x)) for x in leaves), specs)
 

@@ -147,7 +147,10 @@ class Worker:
         """Shows the present parameters to peers."""
         # The tree of this step: the worker may have moved on when a peer asks for it.
         params = self.params
-        shown = lambda: on_host(params)
+
+        def shown():
+            return on_host(params)
+
         self.transport.mailbox.show(shown, self.measure(), self.reference())
 
     async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:

@@ -184,10 +184,18 @@ def delayed_nesterov(
         del params
         renews = extra["turn"] % every == 0
         total = jax.tree.map(jnp.add, state.total, updates)
-        renewed = lambda m, s: jnp.where(renews, momentum * m + s / every, m)
+
+        def renewed(m, s):
+            return jnp.where(renews, momentum * m + s / every, m)
+
         m = jax.tree.map(renewed, state.momentum, total)
-        pushed = lambda m: jnp.where(renews, momentum * m, 0)
-        step = lambda g, m: -learning_rate * (g / every + pushed(m))
+
+        def pushed(m):
+            return jnp.where(renews, momentum * m, 0)
+
+        def step(g, m):
+            return -learning_rate * (g / every + pushed(m))
+
         left = jax.tree.map(lambda s: jnp.where(renews, 0, s), total)
         return jax.tree.map(step, updates, m), DelayedNesterovState(m, left)
 

@@ -198,13 +198,14 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             self.received = [self.worker.count] * self._count
         # Answers to the next turns, one per fragment.
         for number in range(self.turn + 1, self.turn + 1 + min(self._count, AHEAD)):
-            key = "fragment", number
+            key = ("fragment", number)
             if self._taken(number):
                 self.transport.mailbox.post(key, self._offer(number))
             elif not self.is_finite:
                 self.transport.mailbox.drop(key)
-        if not self.in_flight and (numbers := self._due()):
-            turns = self._turns({number: self._offer(number) for number in numbers})
+        due = range(0) if self.in_flight else self._due()
+        if due:
+            turns = self._turns({number: self._offer(number) for number in due})
             self.in_flight[0] = InFlight(self.transport.start(turns), self.worker.count)
             self._sent = self.worker.count
 
@@ -243,7 +244,10 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         """Takes over the fragments of some turns, but for those that were lost."""
         worker = self.worker
         moved = worker.on_host()
-        mixed = lambda a, y: a + self._method.mixing * (y - a)
+
+        def mixed(a, y):
+            return a + self._method.mixing * (y - a)
+
         for number, outer in answer.items():
             self.transport.mailbox.drop(("fragment", number))
             self.know(number)
@@ -332,7 +336,10 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         """Returns the outer state after the answers of a turn."""
         outer = self.outers[p]
         method = self._method
-        counts = lambda answer: answer.measure > 0 and finite(answer.params)
+
+        def counts(answer):
+            return answer.measure > 0 and finite(answer.params)
+
         given = {i: answer for i, answer in answers.items() if counts(answer)}
         if not given:
             return outer
@@ -390,7 +397,10 @@ def merged(
     group = Group("local")
 
     def one(delta: Tree, weight: Array) -> Tree:
-        by = lambda name: MERGES[name](group, delta, weights[:, None], weight > 0)
+
+        def by(name):
+            return MERGES[name](group, delta, weights[:, None], weight > 0)
+
         if averaged is None:
             return by(merge)
         leaves, treedef = jax.tree.flatten(by(merge))

@@ -214,7 +214,10 @@ class DiLoCoWorker(AnchorWorker):
             return outer
         weights = [came[i] for i in given]
         total = sum(weights) if self._method.together else 1.0
-        weighted = lambda *g: sum(w * x for w, x in zip(weights, g)) / total
+
+        def weighted(*g):
+            return sum(w * x for w, x in zip(weights, g)) / total
+
         delta = combined(weighted, *(arrived[i] for i in given))
         return self.moved(outer, delta, number)
 

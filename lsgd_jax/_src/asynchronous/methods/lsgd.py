@@ -77,7 +77,10 @@ class LSGD(FreeRunning):
             Level(position.group("local"), self.local_pull, self.local_period),
             Level(position.group(("node", "local")), self.global_pull, self.global_period),
         ]
-        is_on = lambda pull: callable(pull) or pull > 0
+
+        def is_on(pull):
+            return callable(pull) or pull > 0
+
         return LSGDWorker(worker, [level for level in levels if is_on(level.pull)])
 
 

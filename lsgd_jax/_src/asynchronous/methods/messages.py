@@ -47,7 +47,10 @@ class MessageChannel:
         self.index = jnp.asarray(index, jnp.int32)
 
     def gather(self, tree: Tree) -> Tree:
-        row = lambda x: jax.ShapeDtypeStruct((self.size, *x.shape), x.dtype)
+
+        def row(x):
+            return jax.ShapeDtypeStruct((self.size, *x.shape), x.dtype)
+
         return ask("gather", tree, jax.tree.map(row, tree))
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
@@ -93,7 +96,10 @@ class Agreement:
 
     def _traced(self, position, x, y, state, is_finite, t):
         channel = MessageChannel(self._size, position)
-        send = lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t)
+
+        def send():
+            return kernel.send(self._pull, channel, x, y, state, is_finite, t)
+
         target, renewed = alone(lambda: send()[:2], *self._grid)
         leaves = zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
         return target, [None if new is old else new for new, old in leaves]
@@ -104,9 +110,10 @@ _agreement = functools.lru_cache(maxsize=64)(Agreement)
 
 def alone(fn: Callable[[], Any], nodes: int = 1, locals: int = 1) -> Any:
     """Returns fn(), with the workers' axes bound although only one worker is there."""
-    along = lambda fn, name, size: jax.vmap(
-        fn, in_axes=None, out_axes=None, axis_name=name, axis_size=size
-    )
+
+    def along(fn, name, size):
+        return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=name, axis_size=size)
+
     inner = along(lambda _: fn(), "local", locals)
     with on_one_device():
         return along(inner, "node", nodes)(jnp.int32(0))
@@ -194,8 +201,11 @@ class Conversation:
         is_small = sum(x.size for x in jax.tree.leaves(tree)) <= SMALL
         gather = collectives.gather_small if is_small else collectives.all_gather
         rows = await gather(key, tree, members)
+
         # The row of a worker that has failed: nan, or 0 for integers.
-        fill = lambda x: 0 if x.dtype == bool or x.dtype.kind in "iu" else np.nan
+        def fill(x):
+            return 0 if x.dtype == bool or x.dtype.kind in "iu" else np.nan
+
         absent = jax.tree.map(lambda x: np.full_like(x, fill(x)), tree)
         trees = [rows.get(i, absent) for i in self._group]
         return jax.tree.map(lambda *x: np.stack(x), *trees), rows

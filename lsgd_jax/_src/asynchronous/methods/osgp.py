@@ -212,7 +212,9 @@ class OSGPWorker(Driver):
         if message is None:
             self.weight += share
             self.transport.tell("missed", request.peer)  # so that no other waits for it
-        elif mass := share * message.measure:
+            return
+        mass = share * message.measure
+        if mass:
             weight = self.weight + mass
             if self.pull(message.params, mass / weight, self._has_x):
                 self.weight = weight
@@ -228,7 +230,9 @@ class OSGPWorker(Driver):
         super().take_over(state)
         self._has_x = True
         self._error = None
-        self._lent, self._start = 0.0, None  # nothing is in flight any more
+        # Nothing is in flight any more.
+        self._lent = 0.0
+        self._start = None
         count = self.worker.count
         for t in range(max(1, count - self._unread + 1), count + 1):
             # Workers that are behind do not wait for what it never sends.

@@ -119,7 +119,10 @@ class SegmentedJaxpr:
         """
         values = dict(zip(self._jaxpr.constvars, self._consts))
         values.update(zip(self._jaxpr.invars, args))
-        read = lambda v: v.val if isinstance(v, core.Literal) else values[v]
+
+        def read(v):
+            return v.val if isinstance(v, core.Literal) else values[v]
+
         for part in self._parts:
             given = list(map(read, part.reads))
             if part.compute is not None:

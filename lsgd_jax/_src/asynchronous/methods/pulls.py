@@ -99,8 +99,11 @@ class PullsWorker(Driver):
         # A step claimed ahead would keep all other workers waiting at the next round.
         own_steps = None if method.budget else steps
         super().__init__(worker, ahead=False, steps=own_steps)
+
         # Asynchronous workers are never bit-identical, so there is nothing to verify.
-        unverified = lambda pull: dataclasses.replace(pull, verify=False)
+        def unverified(pull):
+            return dataclasses.replace(pull, verify=False)
+
         self._pulls = tuple(map(unverified, method.exchange.pulls))
         self._period = method.period
         position = worker.transport.position
@@ -238,7 +241,10 @@ class _Compiled:
 
     def _init(self, params: Tree) -> tuple[PullState, ...]:
         x = trees.floats(params)
-        begin = lambda: tuple(kernel.init(pull, x) for pull in self._pulls)
+
+        def begin():
+            return tuple(kernel.init(pull, x) for pull in self._pulls)
+
         # A target in flight is a task of the driver, not a part of the state.
         states = (state._replace(pending=()) for state in alone(begin))
         return tuple(map(self._kept, self._pulls, states))

@@ -4,6 +4,7 @@ Only this module and the others whose names begin with `ray_` import Ray.
 """
 
 import asyncio
+import functools
 import os
 import threading
 import time
@@ -24,7 +25,8 @@ from lsgd_jax._src.asynchronous.engine.worker import Method, Training, Worker, w
 
 
 EVERY = 0.05  # seconds between two reports of a worker
-THREADS, WAITING = 64, 48  # that serve a worker's peers, and of them those that may wait
+THREADS = 64  # that serve a worker's peers
+WAITING = 48  # of these threads that may wait
 BUSY = "busy"  # the answer of a worker for which no more may wait; ask again
 AGAIN = 0.02  # seconds until a busy worker is asked again
 LOST = "the run cannot go on, because its coordinator was lost: resume it"
@@ -104,8 +106,11 @@ class RayTransport(Transport):
             given = buffered(arguments)
             if call == "state":
                 return await self._answer(actor.state.remote())
-            ask = lambda: self._answer(actor.serve.remote(call, given))
-            while isinstance(answer := unbuffered(await ask()), str) and answer == BUSY:
+
+            while True:
+                answer = unbuffered(await self._answer(actor.serve.remote(call, given)))
+                if not (isinstance(answer, str) and answer == BUSY):
+                    break
                 if self.now() > until:
                     raise TimeoutError
                 await asyncio.sleep(AGAIN)
@@ -198,7 +203,10 @@ class WorkerActor:
             return buffered(None)
         mailbox = self.transport.mailbox
         given = unbuffered(arguments)
-        ask = lambda: getattr(mailbox, call)(*given)
+
+        def ask() -> Any:
+            return getattr(mailbox, call)(*given)
+
         if not self._waiting.acquire(blocking=False):
             answer = mailbox.wait(ask, timeout=0.0)
             return buffered(BUSY if answer is None else answer)
@@ -225,17 +233,20 @@ class WorkerActor:
 async def _train(actor: WorkerActor, state: Any, all_lost: bool) -> Any:
     spec = actor.spec
     i = actor.index
-    if all_lost and (state := spec.restore(i)) is None:
-        raise RuntimeError("all workers were lost, and there is nothing to restore")
+    restore = functools.partial(spec.restore, i)
+    if all_lost:
+        state = restore()
+        if state is None:
+            raise RuntimeError("all workers were lost, and there is nothing to restore")
     training = spec.make_training(i)
-    restore = lambda: spec.restore(i)
     worker = Worker(training, spec.method, actor.transport, spec.steps, restore)
     if state is not None:
         worker.take_over(state)
     actor.worker = worker
     # Compiles the step while no other worker waits for it.
-    given = worker.params, worker.opt_state, worker.own, np.int32(worker.count + 1)
-    jax.block_until_ready(training.step(*given)[-1])
+    t = np.int32(worker.count + 1)
+    *_, loss = training.step(worker.params, worker.opt_state, worker.own, t)
+    jax.block_until_ready(loss)
 
     def observe(worker: Worker) -> None:
         if actor.stopped.is_set():

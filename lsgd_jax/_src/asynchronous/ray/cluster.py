@@ -115,7 +115,8 @@ class Health:
 
     def give_up(self) -> None:
         """Kills Ray's processes, for which `shutdown` would wait, and their children."""
-        self.is_lost, psutil = True, ray._private.utils.psutil  # Ray brings it along
+        self.is_lost = True
+        psutil = ray._private.utils.psutil  # Ray brings it along
         for process in self.processes:
             with suppress(psutil.NoSuchProcess):
                 children = psutil.Process(process.pid).children(recursive=True)

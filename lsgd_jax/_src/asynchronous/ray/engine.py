@@ -335,7 +335,8 @@ class _Actors:
             raise RuntimeError(f"{LOST} ({reason})") from error
         for i, report in status.reports.items():
             if report.steps > self._best[i]:  # steps that are taken again are no progress
-                self._best[i], self._losses[i] = report.steps, 0
+                self._best[i] = report.steps
+                self._losses[i] = 0
         return status
 
     def _check_places(self) -> None:
@@ -361,7 +362,8 @@ class _Actors:
         for i in set(self.remote.processes).difference(self.remote.ended):
             mark = self.remote.restarts[i], status.reports[i].steps
             if mark != self._marks.get(i):
-                self._marks[i], self._moved[i] = mark, now
+                self._marks[i] = mark
+                self._moved[i] = now
             elif now - self._moved[i] > self._options.stall:
                 self._moved[i] = now
                 ray.kill(self.workers[i])

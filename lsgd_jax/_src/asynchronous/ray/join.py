@@ -73,16 +73,27 @@ def join(
         actor = _started(name, rank, method, timeout)
         stack.callback(ray.kill, actor)
         mailbox = ServedMailbox(method, rank, actor, timeout)
-        given = name, position, timeout, mailbox, time.time(), NAMESPACE
-        transport = JoinedTransport(actor, *given)
+        transport = JoinedTransport(
+            actor,
+            run=name,
+            position=position,
+            timeout=timeout,
+            mailbox=mailbox,
+            begun=time.time(),
+            namespace=NAMESPACE,
+        )
         # All went well: the exit stack ends with the peer and not here.
         return Peer(method, transport, stack.pop_all().close)
 
 
 def _started(name: str, rank: int, method: Joinable, timeout: float) -> Any:
     """Starts the actor of a rank, once its name is free."""
-    named = dict(name=worker_name(name, rank), namespace=NAMESPACE)
-    actor = beside(MailboxActor, **named, max_restarts=-1)
+    actor = beside(
+        MailboxActor,
+        name=worker_name(name, rank),
+        namespace=NAMESPACE,
+        max_restarts=-1,
+    )
     # Ray frees the name of a crashed program once it notices, which takes a while.
     until = time.monotonic() + timeout
     while True:
@@ -135,11 +146,11 @@ class JoinedTransport(RayTransport):
 
     Args:
       actor: the actor.
-      Others: as for `RayTransport`.
+      **others: as for `RayTransport`.
     """
 
-    def __init__(self, actor: Any, *given: Any):
-        super().__init__(*given)
+    def __init__(self, actor: Any, **others: Any):
+        super().__init__(**others)
         self._mailbox_actor = actor
         self._coming: asyncio.Task | None = None
 
@@ -151,8 +162,11 @@ class JoinedTransport(RayTransport):
         """
         coming = self._coming or self.start(self._asked())
         done, _ = await asyncio.wait([coming], timeout=self.timeout)
-        self._coming = None if done else coming
-        return coming.result() if done else None
+        if not done:
+            self._coming = coming
+            return None
+        self._coming = None
+        return coming.result()
 
     async def _asked(self) -> Tree:
         try:

@@ -99,7 +99,10 @@ class Network:
 
         So few parameters can stand for many, on links that are slower by as much.
         """
-        times = lambda rate: rate * factor
+
+        def times(rate):
+            return rate * factor
+
         return dataclasses.replace(
             self,
             bandwidth=times(self.bandwidth),

@@ -242,8 +242,10 @@ class Simulation:
 
     async def _end_of(self, ends: list[tuple[int, asyncio.Task]]) -> None:
         """Waits for the tasks of all workers that do not hang; raises their errors."""
-        still = lambda: [e for i, e in ends if not e.done() and i not in self.hung]
-        while awaited := still():
+        while True:
+            awaited = [e for i, e in ends if not e.done() and i not in self.hung]
+            if not awaited:
+                break
             done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
                 if not end.cancelled():
