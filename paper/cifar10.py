@@ -125,7 +125,10 @@ def published(setting: PaperSetting) -> dict[str, str]:
     >>> published(("vgg16", 4, "paper"))["easgd"]
     '10.3 (10.0)'
     """
-    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+
+    def cells(line):
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
     head, *rows = map(cells, PUBLISHED.strip().splitlines())
     found = (row for row in rows if row[:3] == list(map(str, setting)))
     return dict(zip(head[3:], next(found, [])[3:]))
@@ -145,7 +148,8 @@ def errors(
     curves: dict[compare.Key, Curve], setting: PaperSetting, out: pathlib.Path
 ) -> list[dict[str, Any]]:
     """Returns a row per method: its errors and the published ones."""
-    known, rows = published(setting), []
+    known = published(setting)
+    rows = []
     for row in compare.summarize(curves):
         method = row["method"]
         row["published: end (best)"] = known.get(method, "–")
@@ -165,7 +169,8 @@ def reached(
     ('9 s', '9 s', '–')
     """
     model, workers, recipe = setting
-    rows, is_known = [], (workers, recipe) == (16, "paper")
+    rows = []
+    is_known = (workers, recipe) == (16, "paper")
     for method in dict.fromkeys(method for method, _ in curves):
         row = {"method": method}
         known = PUBLISHED_SECONDS.get((model, method), {}) if is_known else {}

@@ -105,7 +105,10 @@ def descent(
     def descend(starts, shared=(), own=()):
         count, workers = starts.shape[:2]
         grid, run = compiled(count, workers)
-        each = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+        def each(tree):
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
         copies = jax.tree.map(lambda x: np.repeat(x, workers, axis=0), shared)
         found = grid.fetch(run(*grid.put((each(starts), copies, each(own)))))
         return jax.tree.map(lambda x: x.reshape(count, workers, *x.shape[1:]), found)

@@ -89,7 +89,10 @@ def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -
 
     names = ["train", "test"] if options.test else ["train"]
     maps = [measured(run, on, places, name, options.images, say) for name in names]
-    square = lambda values: values[: len(grid)].reshape(len(ys), len(xs))
+
+    def square(values):
+        return values[: len(grid)].reshape(len(ys), len(xs))
+
     marks_losses = maps[0].loss[len(grid) :]
     first, second = (
         f"{'' if name.startswith(ALONG) else 'towards '}{name}" for name in taken
@@ -112,7 +115,10 @@ def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -
 
 def marks_of(points: Points, on: plane.Plane, taken: Places) -> Places:
     """Returns [a, b, distance] of every marked point by its name, the worker first."""
-    where = lambda point: np.asarray(plane.coordinates(on, point))
+
+    def where(point):
+        return np.asarray(plane.coordinates(on, point))
+
     shown = [points.worker, *(worker for _, worker in points.roles)]
     marks = {points.name(worker): where(points.of(worker)) for worker in shown}
     center = where(points.center)
@@ -135,7 +141,8 @@ def frame_of(
     places = np.concatenate([_near(positions), _near(path)])[:, :2]
     if not np.ptp(places, axis=0).any():
         places = np.concatenate([places, taken, -taken])
-    low, high = places.min(axis=0), places.max(axis=0)
+    low = places.min(axis=0)
+    high = places.max(axis=0)
     half = (high - low).max() * (0.5 + margin)
     return (low + high) / 2 - half, (low + high) / 2 + half
 
@@ -164,7 +171,8 @@ def _joined(names: Sequence[str]) -> str:
 
 def pulls_of(points: Points, run: SavedRun, steps: range) -> list[PullSteps]:
     """Returns the worker's exchanges of each kind that is not due after every step."""
-    grid, found = run.config.workers, []
+    grid = run.config.workers
+    found = []
     done = range(steps.start + 1, steps.stop + 1)
     for pull in points.pulls:
         if pull.period > 1:

@@ -85,7 +85,10 @@ def share_measurer(radii: int, turns: int) -> Callable[..., float]:
     def share(x: np.ndarray, h: np.ndarray, pull: float) -> float:
         z = leaders(x, h, radii, turns)
         pairs = np.stack([np.broadcast_to(x, z.shape), z], axis=1)
-        everywhere = lambda a: np.broadcast_to(a, (len(z), *np.shape(a)))
+
+        def everywhere(a):
+            return np.broadcast_to(a, (len(z), *np.shape(a)))
+
         _, ends = run(pairs, (everywhere(h), everywhere(np.float64(pull))))
         steps = ends[:, 0] - x
         cosines = -(steps @ x) / np.linalg.norm(steps, axis=1) / np.linalg.norm(x)

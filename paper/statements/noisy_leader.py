@@ -39,7 +39,10 @@ CONVEXITY, SMOOTHNESS = CURVATURE.min(), CURVATURE.max()  # m, M
 CONDITION = SMOOTHNESS / CONVEXITY  # κ
 
 # With decreasing steps: σ, l, σ_f and the distance of the start.
-SIGMA, PULL, LOSS_NOISES, DISTANCE = 3.0, 20.0, (0.0, 1.0), 0.3
+SIGMA = 3.0
+PULL = 20.0
+LOSS_NOISES = (0.0, 1.0)
+DISTANCE = 0.3
 
 
 class DescentSettings(NamedTuple):
@@ -75,7 +78,9 @@ def descend(
       distance: every coordinate of the workers' start; the minimum is at 0.
     """
     dimension = len(CURVATURE)
-    at = lambda schedule, k: schedule(k) if callable(schedule) else schedule
+
+    def at(schedule, k):
+        return schedule(k) if callable(schedule) else schedule
 
     def method(row, key):
         rate, pull, *_ = setting_of(row)
@@ -86,10 +91,13 @@ def descend(
         _, _, sigma, sigma_f = setting_of(row)
         draws = jax.random.normal(jax.random.fold_in(key, k), (dimension + 1,))
         grad = jnp.asarray(CURVATURE) * x
-        value, noise = jnp.sum(grad * x) / 2, sigma / jnp.sqrt(dimension) * draws[1:]
+        value = jnp.sum(grad * x) / 2
+        noise = sigma / jnp.sqrt(dimension) * draws[1:]
         return value + sigma_f * draws[0], grad + noise
 
-    height = lambda before, *_: jnp.sum(jnp.asarray(CURVATURE) * before[0] ** 2) / 2
+    def height(before, *_):
+        return jnp.sum(jnp.asarray(CURVATURE) * before[0] ** 2) / 2
+
     groups = len(rows), WORKERS
     keys = jax.random.split(jax.random.key(seed), groups)
     starts = np.full((*groups, dimension), distance)
@@ -128,8 +136,13 @@ def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Findings:
 
 def decreasing(row: Any) -> DescentSettings:
     """Returns the setting with η_k and λ_k for a row (σ_f,)."""
-    late = lambda k: k + 4 * CONDITION
-    rate = lambda k: 2 / (CONVEXITY * late(k))
+
+    def late(k):
+        return k + 4 * CONDITION
+
+    def rate(k):
+        return 2 / (CONVEXITY * late(k))
+
     return DescentSettings(rate, lambda k: PULL / late(k), SIGMA, row[0])
 
 

@@ -62,11 +62,13 @@ def limit(eta: np.ndarray) -> np.ndarray:
 
 def largest_stable(eta: np.ndarray, workers: int) -> np.ndarray:
     """Returns the largest stable α by bisection, from 0 (stable) to 2.5 (unstable)."""
-    low, high = np.zeros_like(eta), np.full_like(eta, 2.5)
+    low = np.zeros_like(eta)
+    high = np.full_like(eta, 2.5)
     for _ in range(60):
         middle = (low + high) / 2
         stable = radius(round_map(eta, middle, workers)) <= 1 + 1e-12
-        low, high = np.where(stable, middle, low), np.where(stable, high, middle)
+        low = np.where(stable, middle, low)
+        high = np.where(stable, high, middle)
     return low
 
 

@@ -54,7 +54,10 @@ def settle_literally(starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.nd
         return values.sum() + PULL / 2 * jnp.square(gaps).sum()
 
     def run(x, tilt):
-        one = lambda x, _: (x - RATE * jax.grad(objective)(x, tilt), None)
+
+        def one(x, _):
+            return (x - RATE * jax.grad(objective)(x, tilt), None)
+
         return jax.lax.scan(one, x, length=steps)[0]
 
     return np.asarray(jax.jit(jax.vmap(run))(starts, tilts))
@@ -91,12 +94,14 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Findings:
     starts = np.stack([one[rng.permutation(len(CORNERS))] for one in starts])
 
     ends = {name: settle(name, starts, tilts, steps) for name in METHODS}
-    x, kept = ends["LSGD"], led_apart(ends["LSGD"], tilts)
+    x = ends["LSGD"]
+    kept = led_apart(ends["LSGD"], tilts)
     first = leader_of(x, tilts)
     at_leader = norms(gradients(first, tilts))[kept]
     balance = norms(gradients(x, tilts) + PULL * (x - first))[kept]
 
-    y, apart = ends["EASGD"], led_apart(ends["EASGD"], tilts)
+    y = ends["EASGD"]
+    apart = led_apart(ends["EASGD"], tilts)
     center = y.mean(axis=1, keepdims=True)
     elastic = norms(gradients(y, tilts) + PULL * (y - center))[apart]
     at_workers = norms(gradients(y, tilts))[apart]
@@ -105,8 +110,12 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Findings:
     z = settle_literally(starts, tilts, steps)
     unlike = norms(gradients(leader_of(z, tilts), tilts))[led_apart(z, tilts)]
 
-    worst = lambda found: float(found.max()) if found.size else float("nan")
-    least = lambda found: float(found.min()) if found.size else float("nan")
+    def worst(found):
+        return float(found.max()) if found.size else float("nan")
+
+    def least(found):
+        return float(found.min()) if found.size else float("nan")
+
     claims = [
         Claim(
             "LSGD at rest, one leader: ∇f(leader) = 0",

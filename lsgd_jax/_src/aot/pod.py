@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -207,7 +207,9 @@ def pod_of(devices: Iterable[jax.Device]) -> Pod:
 def _pod(
     name: str, devices: Sequence[jax.Device], chip: Chip | None, groups: int, unit: str
 ) -> Pod:
-    order: Callable[[Any], Any] = lambda d: (_across(d, unit), d.process_index, d.id)
+    def order(device: Any) -> Any:
+        return _across(device, unit), device.process_index, device.id
+
     return Pod(name, tuple(sorted(devices, key=order)), chip, groups, unit)
 
 
