@@ -85,6 +85,13 @@ def spread(
     return each
 
 
+def _entry(names: tuple[str, ...]) -> Any:
+    """The entry of a `Spec` for a dimension that is divided over these axes."""
+    if not names:
+        return None
+    return names if len(names) > 1 else names[0]
+
+
 def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     """Returns the spec without the axes of size 1, over which nothing is divided.
 
@@ -95,7 +102,7 @@ def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     left = [tuple(name for name in part if sizes.get(name) != 1) for part in parts]
     while left and not left[-1]:
         left.pop()
-    return Spec(*(part if len(part) > 1 else part[0] if part else None for part in left))
+    return Spec(*map(_entry, left))
 
 
 def _with_paths(tree: Tree, shapes: Sequence[Any] | None) -> list[tuple[Any, Any]]:

@@ -484,7 +484,8 @@ def check_each(values: Mapping[str, Any]) -> None:
             if is_rule and not rule.holds(values[name]):
                 _refuse(name, rule.text, values)
     for name, value in values.items():
-        for x in value if isinstance(value, tuple) else (value,):
+        numbers = value if isinstance(value, tuple) else (value,)
+        for x in numbers:
             if type(x) is float and not abs(x) <= FLOAT32_MAX:
                 _refuse(name, "finite as a float32", values)
             if type(x) is float and 0 < abs(x) < FLOAT32_MIN:

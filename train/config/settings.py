@@ -284,4 +284,6 @@ def _is_of(hint: Any, value: Any) -> bool:
         case origin if origin is tuple and isinstance(value, tuple):
             each = parts[:1] * len(value) if parts[-1] is ... else parts
             return len(value) == len(each) and all(map(_is_of, each, value))
-    return type(value) in ((int, float) if hint is float else (hint,))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint

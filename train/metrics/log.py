@@ -107,7 +107,9 @@ def last_steps(folder: pathlib.Path) -> dict[str, int]:
       OSError: the file cannot be read.
     """
     last: dict[str, int] = {}
-    for event in _lines(folder / METRICS) if (folder / METRICS).exists() else ():
+    if not (folder / METRICS).exists():
+        return last
+    for event in _lines(folder / METRICS):
         last[event["kind"]] = max(event["step"], last.get(event["kind"], 0))
     return last
 

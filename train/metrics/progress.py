@@ -80,11 +80,16 @@ class Progress:
         self._workers: list[rich.progress.TaskID] = []
         # With FORCE_COLOR, a file counts as a terminal: it gets colors, but no bar.
         has_bar = self._console.is_interactive and self._console.file.isatty()
-        self._bar = rich.progress.Progress(
+        columns: list[rich.progress.ProgressColumn] = [
             rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
-            *([] if self._is_narrow else [rich.progress.BarColumn()]),
+            rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.description}"),
-            *([] if self._is_narrow else [rich.progress.TimeRemainingColumn(compact=True)]),
+            rich.progress.TimeRemainingColumn(compact=True),
+        ]
+        if self._is_narrow:
+            columns = columns[::2]  # the texts alone
+        self._bar = rich.progress.Progress(
+            *columns,
             console=self._console,
             disable=not has_bar,
         )

@@ -190,17 +190,29 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"the run has taken {counted(start.step, 'step')} already, more than --steps "
             f"{config.steps}: it takes no more"
         )
-    others = []
-    for service, project in projects(config).items() if session.is_main else ():
-        own = service, project, folder, fields(config), log.last_steps(folder)
-        others.append(trackers.Service(*own, progress.warn_here))
-    metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, others)
+    services = tracked(config, folder, progress) if session.is_main else []
+    metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, services)
     run = Run(
         config, session, experiment, folder, start, checkpoints, metrics, progress, lock
     )
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def tracked(
+    config: Config, folder: pathlib.Path, progress: Progress
+) -> list[trackers.Service]:
+    """Opens the services to which the metrics are sent."""
+    services = []
+    for service, project in projects(config).items():
+        last = log.last_steps(folder)
+        services.append(
+            trackers.Service(
+                service, project, folder, fields(config), last, progress.warn_here
+            )
+        )
+    return services
 
 
 def projects(config: Config) -> dict[str, str]:
@@ -299,7 +311,9 @@ def check_same_start(
                     f"{name.replace('_', ' ')}, not {count}"
                 )
         begun = start.get("settings")
-        for name, before in begun.items() if isinstance(begun, dict) else ():
+        if not isinstance(begun, dict):
+            begun = {}
+        for name, before in begun.items():
             if name in now and now[name] != before:
                 raise ValueError(
                     f"{folder / run_folder.CONFIG} was edited: the run began with "
@@ -313,8 +327,10 @@ def check_same_start(
 def _check_same_jax_settings(start: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Raises ValueError if jax had settings at a start that give other numbers."""
     before = start.get("jax_settings")
+    if not isinstance(before, dict):
+        return
     now = numerics.jax_settings()
-    for name, value in before.items() if isinstance(before, dict) else ():
+    for name, value in before.items():
         if name in now and now[name] != value:
             variable = name.upper()
             remedy = f"unset {variable}" if value is None else f"set {variable}={value}"

@@ -10,6 +10,8 @@ from train.config.schema import OptimizerConfig
 
 
 NEVER = np.iinfo(np.int32).max
+# The decay rates of the two moments, where they are not those of Adam.
+BETAS = {"lion": (0.9, 0.99)}
 
 
 def make(
@@ -35,7 +37,7 @@ def _base(
     momentum = options.momentum
     nesterov = options.nesterov
     mask = matrices if options.decay_of == "matrices" else None
-    b1, b2 = options.betas or (0.9, 0.99 if options.name == "lion" else 0.999)
+    b1, b2 = options.betas or BETAS.get(options.name, (0.9, 0.999))
     match options.name:
         case "sgd":
             sgd = optax.sgd(rate, momentum or None, nesterov=nesterov)

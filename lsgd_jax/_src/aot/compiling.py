@@ -97,7 +97,8 @@ def report(
     donated = tuple(range(len(carry)))
 
     def steps() -> Iterator[tuple[Any, Any]]:
-        for phase in shares if phases is None else phases:
+        chosen = shares if phases is None else phases
+        for phase in chosen:
             named = {} if method is None else {"phase": phase}
             one = functools.partial(train_step, **named)
             mapped: Any = workers.map(one, donate=donated)
@@ -153,7 +154,8 @@ def report_of(
     """
     shares = shares_of(method, sizes)
     programs = []
-    for phase, each in (step if isinstance(step, Mapping) else {None: step}).items():
+    by_phase = step if isinstance(step, Mapping) else {None: step}
+    for phase, each in by_phase.items():
         words = name if phase is None else str(phase)
         program, pod = _program(
             each, words, pod, phase, shares.get(phase), compiler_options, flops

@@ -177,8 +177,9 @@ def _compared(name: str, report: Any) -> tuple[str, ...]:
 
 
 def _fits(report: Any) -> str:
-    is_known = report.pod.memory is not None or not report.fits
-    return ("yes" if report.fits else "no") if is_known else "–"
+    if not report.fits:
+        return "no"
+    return "–" if report.pod.memory is None else "yes"
 
 
 def figure(report: Any, path: Any) -> None:

@@ -332,8 +332,10 @@ class Group:
 
     def switch(self, r: Any, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch` for branches that communicate; r is the same for the whole group."""
-        if len(branches) == 1 or isinstance(r, int):
-            return branches[r if isinstance(r, int) else 0](operand)
+        if isinstance(r, int):
+            return branches[r](operand)
+        if len(branches) == 1:
+            return branches[0](operand)
         before = self.bytes_sent
         sent: dict[int, float] = {}
 

@@ -45,14 +45,18 @@ class Grid(NamedTuple):
     def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
         """The sharding of leaves [W, ...], or of shared ones [...], by their own `spec`."""
         own = spec or Spec()
-        # Over all workers' devices, as XLA returns it.
-        names = tuple(name for name in self.axes if self.mesh.shape[name] > 1)
-        leading = Spec(names if len(names) > 1 else names[0]) if names else Spec()
         if not self.is_explicit:  # as XLA returns it
             own = layouts.over(own, self.inside)
         if not shared:
-            own = Spec(*(leading or (None,)), *own) if own else leading
+            own = self._of_rows(own)
         return NamedSharding(self.mesh, own)
+
+    def _of_rows(self, own: Spec) -> Spec:
+        """The spec of leaves [W, ...], over all workers' devices, as XLA returns it."""
+        names = tuple(name for name in self.axes if self.mesh.shape[name] > 1)
+        if not names:
+            return Spec(None, *own) if own else Spec()
+        return Spec(names if len(names) > 1 else names[0], *own)
 
     @property
     def is_explicit(self) -> bool:
@@ -62,12 +66,12 @@ class Grid(NamedTuple):
     def placed(self, x: Any, shared: bool) -> Any:
         """A traced leaf, sharded over the workers; on axes inside them as it was."""
         now = jax.typeof(x).sharding
-        own = now.spec[0 if shared else 1 :] if now.mesh.explicit_axes else ()
-        return jax.reshard(x, self.sharding(Spec(*own), shared))
+        own = _of_one(now.spec, shared) if now.mesh.explicit_axes else Spec()
+        return jax.reshard(x, self.sharding(own, shared))
 
     def typed(self, one: jax.ShapeDtypeStruct, x: Any, shared: bool) -> Any:
         """The shape of a leaf in a worker, with the type that it has there."""
-        spec = Spec(*jax.typeof(x).sharding.spec[0 if shared else 1 :])
+        spec = _of_one(jax.typeof(x).sharding.spec, shared)
         sharding = NamedSharding(self.mesh.abstract_mesh, spec)
         return one.update(sharding=sharding)
 
@@ -85,7 +89,12 @@ class Grid(NamedTuple):
         """The spec in a worker of an array with that sharding; None on another mesh."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
-        return layouts.over(Spec(*sharding.spec[0 if shared else 1 :]), self.inside)
+        return layouts.over(_of_one(sharding.spec, shared), self.inside)
+
+
+def _of_one(spec: Spec, shared: bool) -> Spec:
+    """The spec in a worker: without that of the leading axis, which a shared leaf lacks."""
+    return Spec(*spec) if shared else Spec(*spec[1:])
 
 
 def compiled(

@@ -169,8 +169,8 @@ class _Analysis:
         axes = self._axes & axes_of(eqn)
         together = frozenset().union(*operands)
         if axes and name in UNIFYING and eqn.params.get("axis_index_groups") is None:
-            same = len(operands) == results
-            return [x - axes for x in (operands if same else [together] * results)]
+            each = operands if len(operands) == results else [together] * results
+            return [x - axes for x in each]
         if axes and name in SILENT and operands:
             return [together] * results
         for inner in jaxprs_of(eqn):
