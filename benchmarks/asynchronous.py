@@ -204,7 +204,7 @@ def measure(method, options):
         nodes=1,
         locals=WORKERS,
         steps=options.steps,
-        options=at.ray_engine.Options(address=options.address, timeout=30),
+        options=at.ray_engine.ClusterOptions(address=options.address, timeout=30),
     )
     owns, reports = [s["own"] for s in outcome.states], outcome.status.reports
     warm = options.period + options.delay  # by then everything is compiled
@@ -227,7 +227,9 @@ def compare(options):
     known = methods(options.period, options.delay)
     chosen = {k: m for k, m in known.items() if k in (options.only or known)}
     rows = {name: [] for name in chosen}
-    with at.ray_engine.cluster(at.ray_engine.Options(address=options.address), WORKERS):
+    with at.ray_engine.cluster(
+        at.ray_engine.ClusterOptions(address=options.address), WORKERS
+    ):
         for _ in range(options.repetitions):
             for name, method in chosen.items():
                 rows[name].append(measure(method, options))

@@ -31,10 +31,10 @@ from usage import head, parser, row
 
 import lsgd_jax as lj
 from train.metrics.drawing import plt
-from train.planning.candidates import Method
+from train.planning.candidates import MethodVariant
 from train.planning.engine import still
 from train.planning.links import Link
-from train.planning.setting import ALL, Setting
+from train.planning.scenario import ALL, Scenario
 
 
 WORKERS, PARAMETERS = 4, 30_846_720
@@ -98,8 +98,8 @@ def read(clone):
 def planned(run):
     """Seconds of an exchange and the utilization, by the planner."""
     link = Link.of(1e-6 * run.bandwidth, 1e3 * LATENCY, WORKERS)
-    setting = Setting(PARAMETERS, {ALL: link}, step=run.step)
-    found = setting.candidate(Method("diloco"), (run.period,))
+    scenario = Scenario(PARAMETERS, {ALL: link}, step=run.step)
+    found = scenario.candidate(MethodVariant("diloco"), (run.period,))
     return link.seconds("mean", PARAMETERS), 1 - found.share
 
 

@@ -31,7 +31,7 @@ from train.config import Config
 from train.planning.engine import still
 from train.planning.links import Link
 from train.planning.measurement import measure_link
-from train.planning.setting import ALL, Setting
+from train.planning.scenario import ALL, Scenario
 from train.run import cli
 
 
@@ -98,10 +98,10 @@ def work(options: argparse.Namespace) -> None:
     parse = lambda words: cli.parse([*BASE, *words.split()])
     alone = Timed(parse("--method independent"), workers, params, session)
     step = alone.period_seconds(16) / 16
-    setting = Setting(payload / 4, {ALL: link}, step=step, leaves=LEAVES)
+    scenario = Scenario(payload / 4, {ALL: link}, step=step, leaves=LEAVES)
     planned = [
         (found.options, found.periods[-1], found.share)
-        for found in setting.candidates(options.share)
+        for found in scenario.candidates(options.share)
         if found.method.name in ("lsgd", "diloco") and not found.method.delay
     ]
     planned = json.loads(session.agree(json.dumps(planned)))  # the same in all processes

@@ -13,7 +13,8 @@ from train.run import cli
 
 
 # The first line of a module's docstring describes it in --help. Exact experiments define
-# Options and run(options) -> Results; the others define main(arguments) -> int.
+# OPTIONS, the class of their options, and run(options) -> Results; the others define
+# main(arguments) -> int.
 EXPERIMENTS = {
     "sinc": "paper.sinc",
     "matrix-completion": "paper.matrix_completion",
@@ -61,7 +62,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         if hasattr(module, "main"):
             return module.main(arguments)
         program = f"python -m paper {name}"
-        options = cli.run(module.Options, arguments, program, description=module.__doc__)
+        options = cli.run(module.OPTIONS, arguments, program, description=module.__doc__)
         out = output.new_folder(options.out, name)
         with jax.enable_x64(True):
             results = module.run(options)

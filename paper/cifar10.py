@@ -69,11 +69,11 @@ PUBLISHED_SECONDS = {
 GOALS = {"cnn7": (40, 30, 25, 20, 19, 18), "resnet20": (40, 20, 15, 12, 10)}
 GOALS["vgg16"] = GOALS["resnet20"]
 
-Setting = tuple[str, int, str]
+PaperSetting = tuple[str, int, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PaperComparisonOptions:
     """The options of the comparison."""
 
     # Folder for runs and results.
@@ -92,14 +92,16 @@ class Options:
 
 def parse(
     arguments: Sequence[str],
-) -> tuple[dict[compare.Key, Config], Setting, pathlib.Path]:
+) -> tuple[dict[compare.Key, Config], PaperSetting, pathlib.Path]:
     """Returns the configuration of every (method, seed), the setting and the folder.
 
     Raises:
       ValueError: an unknown model, number of workers, recipe or method.
     """
     program = "python -m paper cifar10"
-    options, others = cli.run_with_others(Options, arguments, program, __doc__)
+    options, others = cli.run_with_others(
+        PaperComparisonOptions, arguments, program, __doc__
+    )
     compare.check_left_out(others, "--method", "--workers.nodes", "--workers.locals")
     nodes, locals = GRIDS[options.workers]
     grid = ["--workers.nodes", str(nodes), "--workers.locals", str(locals)]
@@ -117,13 +119,16 @@ def parse(
     return compare.of_seeds(commands, options.seeds, options.out), setting, options.out
 
 
-def published(setting: Setting) -> dict[str, str]:
+def published(setting: PaperSetting) -> dict[str, str]:
     """Returns the published errors of a setting by method.
 
     >>> published(("vgg16", 4, "paper"))["easgd"]
     '10.3 (10.0)'
     """
-    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+
+    def cells(line):
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
     head, *rows = map(cells, PUBLISHED.strip().splitlines())
     found = (row for row in rows if row[:3] == list(map(str, setting)))
     return dict(zip(head[3:], next(found, [])[3:]))
@@ -140,10 +145,11 @@ def leader_changes(folder: pathlib.Path) -> str:
 
 
 def errors(
-    curves: dict[compare.Key, Curve], setting: Setting, out: pathlib.Path
+    curves: dict[compare.Key, Curve], setting: PaperSetting, out: pathlib.Path
 ) -> list[dict[str, Any]]:
     """Returns a row per method: its errors and the published ones."""
-    known, rows = published(setting), []
+    known = published(setting)
+    rows = []
     for row in compare.summarize(curves):
         method = row["method"]
         row["published: end (best)"] = known.get(method, "–")
@@ -152,7 +158,9 @@ def errors(
     return rows
 
 
-def reached(curves: dict[compare.Key, Curve], setting: Setting) -> list[dict[str, Any]]:
+def reached(
+    curves: dict[compare.Key, Curve], setting: PaperSetting
+) -> list[dict[str, Any]]:
     """Returns a row per method: seconds of training until the error reached each goal.
 
     >>> curves = {("lsgd", 0): Curve([1, 2], [5.0, 9.0], [0.0, 0.0], [42.0, 24.0])}
@@ -161,7 +169,8 @@ def reached(curves: dict[compare.Key, Curve], setting: Setting) -> list[dict[str
     ('9 s', '9 s', '–')
     """
     model, workers, recipe = setting
-    rows, is_known = [], (workers, recipe) == (16, "paper")
+    rows = []
+    is_known = (workers, recipe) == (16, "paper")
     for method in dict.fromkeys(method for method, _ in curves):
         row = {"method": method}
         known = PUBLISHED_SECONDS.get((model, method), {}) if is_known else {}

@@ -13,7 +13,7 @@ import lsgd_jax as lj
 
 
 Rate = optax.ScalarOrSchedule
-Method = Callable[..., optax.GradientTransformationExtraArgs]
+MethodFactory = Callable[..., optax.GradientTransformationExtraArgs]
 
 
 def lgd(learning_rate: Rate, pull: Rate) -> optax.GradientTransformationExtraArgs:
@@ -52,7 +52,7 @@ def easgd(learning_rate: Rate, beta: Rate) -> optax.GradientTransformationExtraA
 
 
 def descent(
-    method: Method,
+    method: MethodFactory,
     value_and_grad: Callable,
     steps: int = 1,
     look: Callable = lambda before, after, value: None,
@@ -105,7 +105,10 @@ def descent(
     def descend(starts, shared=(), own=()):
         count, workers = starts.shape[:2]
         grid, run = compiled(count, workers)
-        each = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+        def each(tree):
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
         copies = jax.tree.map(lambda x: np.repeat(x, workers, axis=0), shared)
         found = grid.fetch(run(*grid.put((each(starts), copies, each(own)))))
         return jax.tree.map(lambda x: x.reshape(count, workers, *x.shape[1:]), found)

@@ -70,6 +70,9 @@ def loss_and_grad(x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]
     a = q.T @ x
     p = x - q @ a
     g = p.T @ p
-    squares = lambda m: jnp.square(m).sum()
+
+    def squares(m):
+        return jnp.square(m).sum()
+
     loss = (squares(a @ a.T - k) + 2 * jnp.sum((a @ g) * a) + squares(g)) / 4
     return loss, x @ (a.T @ a + g) - q @ (k @ a)

@@ -26,12 +26,13 @@ from train.metrics import tables
 from train.metrics.drawing import BLUE, ORANGE
 
 
-SMALL, LARGE = 1e-7, 1e30
+SMALL = 1e-7
+LARGE = 1e30
 Curves = dict[tuple[int, str], np.ndarray]  # (rank, method) -> [instances, iterations]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(output.Options):
+class CompletionOptions(output.ExperimentOptions):
     """The options of the experiment."""
 
     # d, the number of rows of X.
@@ -62,15 +63,25 @@ class Options(output.Options):
                 raise ValueError(f"`ranks` must lie in {most}, got {rank}")
 
 
-def curves_of(options: Options) -> Curves:
+OPTIONS = CompletionOptions
+
+
+def curves_of(options: CompletionOptions) -> Curves:
     """Returns F of the best worker at 0, 1, … iterations, for every rank and method.
 
     Both methods solve the same problems and pull a worker by the same α; EASGD's β is αW.
     A value is nan only where F of every worker is.
     """
-    rate, pull, curves = options.learning_rate, options.pull, {}
-    value_and_grad = lambda x, k, *u: loss_and_grad(x, Problem(*u))
-    loss_before = lambda before, after, loss: loss
+    rate = options.learning_rate
+    pull = options.pull
+    curves = {}
+
+    def value_and_grad(x, k, *u):
+        return loss_and_grad(x, Problem(*u))
+
+    def loss_before(before, after, loss):
+        return loss
+
     count = options.iterations + 1
     methods = {"LGD": lgd(rate, pull), "EASGD": easgd(rate, pull * options.workers)}
     for rank in dict.fromkeys(options.ranks):
@@ -142,10 +153,12 @@ def draw(curves: Curves) -> Any:
     )
     styles = {"LGD": (BLUE, "-"), "EASGD": (ORANGE, "--")}
     for (rank, method), curve in curves.items():
-        axes, (color, line) = panels[0][ranks.index(rank)], styles[method]
+        axes = panels[0][ranks.index(rank)]
+        color, line = styles[method]
         curve = np.where(curve < LARGE, curve, np.nan)  # diverged values are not drawn
         iteration = np.arange(curve.shape[1])
-        lowest, highest = curve.min(axis=0), curve.max(axis=0)
+        lowest = curve.min(axis=0)
+        highest = curve.max(axis=0)
         axes.fill_between(iteration, lowest, highest, color=color, alpha=0.25, lw=0)
         axes.plot(iteration, np.median(curve, axis=0), line, color=color, label=method)
         axes.set(yscale="log", xlabel="iteration")
@@ -156,7 +169,7 @@ def draw(curves: Curves) -> Any:
     return figure
 
 
-def run(options: Options) -> output.Results:
+def run(options: CompletionOptions) -> output.Results:
     """Runs the experiment."""
     curves = curves_of(options)
     table = summarize(curves)

@@ -14,7 +14,7 @@ from train.run import folder as run_folder
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ExperimentOptions:
     """The options that all exact experiments share."""
 
     # Seed of all random numbers.

@@ -36,7 +36,7 @@ REACHED = -0.2170  # a worker below this value is on the global ring
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(output.Options):
+class SincOptions(output.ExperimentOptions):
     """The options of the experiment."""
 
     # Iterations of the trajectories, the start included.
@@ -50,6 +50,9 @@ class Options(output.Options):
         super().__post_init__()
         for name in ("iterations", "starts", "random_iterations"):
             lj.checks.check_positive_int(name, getattr(self, name))
+
+
+OPTIONS = SincOptions
 
 
 def landscape(position: jax.Array) -> jax.Array:
@@ -82,11 +85,10 @@ def descend(method: str, starts: np.ndarray, iterations: int) -> Trajectories:
     value_and_grad = jax.value_and_grad(landscape)
 
     def look(before, after, value):
-        (x, state), (_, after_state) = before, after
-        center, leader = (
-            optax.tree.get(state, "center"),
-            lj.diagnostics(after_state)[0].leader,
-        )
+        x, state = before
+        _, after_state = after
+        center = optax.tree.get(state, "center")
+        leader = lj.diagnostics(after_state)[0].leader
         return x, value, leader, center and center.value
 
     run = descent(lambda: METHODS[method], lambda x, k: value_and_grad(x), iterations, look)
@@ -111,7 +113,8 @@ def rows(path: Trajectories) -> list[dict[str, Any]]:
 def random_starts(count: int, iterations: int, seed: int) -> list[dict[str, Any]]:
     """How often the best of four workers reaches the global ring, from U(-20, 20)²."""
     starts = np.random.default_rng(seed).uniform(-20, 20, (count, *STARTS.shape))
-    column, table = "best worker on the global ring, %", []
+    column = "best worker on the global ring, %"
+    table = []
     for method in METHODS:
         best = descend(method, starts, iterations).value[:, :, -1].min(axis=1)
         share = float((best < REACHED).mean())
@@ -122,12 +125,15 @@ def random_starts(count: int, iterations: int, seed: int) -> list[dict[str, Any]
     return table
 
 
-def run(options: Options) -> output.Results:
+def run(options: SincOptions) -> output.Results:
     """Runs the experiment."""
     paths = {name: descend(name, STARTS[None], options.iterations) for name in METHODS}
     table = random_starts(options.starts, options.random_iterations, options.seed)
     text = tables.markdown(table)
-    ends = lambda path: ", ".join(f"{value:.6f}" for value in path.value[0, :, -1])
+
+    def ends(path):
+        return ", ".join(f"{value:.6f}" for value in path.value[0, :, -1])
+
     lines = [
         f"{method}: L after {options.iterations} iterations: {ends(path)}\n"
         for method, path in paths.items()

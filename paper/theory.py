@@ -22,7 +22,7 @@ from paper.statements import (
     round_robin,
     stationary_points,
 )
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 from train.metrics import tables
 
 
@@ -34,7 +34,7 @@ Statement = Literal[
     "newton-direction",
     "round-robin",
 ]
-CHECKS: dict[Statement, Callable[..., Outcome]] = {
+CHECKS: dict[Statement, Callable[..., Findings]] = {
     "stationary-points": stationary_points.check,
     "one-step": one_step.check,
     "noisy-leader": noisy_leader.check,
@@ -45,11 +45,14 @@ CHECKS: dict[Statement, Callable[..., Outcome]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(output.Options):
+class TheoryOptions(output.ExperimentOptions):
     """The options of the checks."""
 
     # The statements to check.
     only: tuple[Statement, ...] = tuple(CHECKS)
+
+
+OPTIONS = TheoryOptions
 
 
 def table(claims: list[Claim], remarks: list[str]) -> str:
@@ -59,7 +62,7 @@ def table(claims: list[Claim], remarks: list[str]) -> str:
     return rows + (f"\nOther observations:\n{notes}\n" if notes else "")
 
 
-def run(options: Options) -> output.Results:
+def run(options: TheoryOptions) -> output.Results:
     """Checks the statements."""
     outcomes = {}
     for name in dict.fromkeys(options.only):

@@ -36,8 +36,8 @@ class Method:
       rounds: W -> for each pull, the number of graph rounds that are compiled.
       refuses: the numbers of workers in the tests that the method refuses.
       unsaid: bytes of branches that the payload does not count.
-      loops: bytes of the turns of a loop after the first one, which the program does not
-        list.
+      loops: bytes of the iterations of a loop after the first one, which the program does
+        not list.
       wires: whether the parameters may travel in a narrow format.
       lock_step: whether asynchronous workers refuse the method.
     """
@@ -590,7 +590,7 @@ def exchanges(text):
                 for operand in re.findall(r"%([\w.\-]+)", operands):
                     sizes[name] += nbytes_of(defined[operand])
             called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
-            is_repair = " while(" in line and REPAIR in line  # without turns
+            is_repair = " while(" in line and REPAIR in line  # without iterations
             calls[name] += [] if is_repair else called
             if " conditional(" in line:
                 several = re.search(r"branch_computations=\{(.*?)\}", line)

@@ -7,7 +7,7 @@ import numpy as np
 import tiny
 
 from paper import __main__ as paper
-from paper.landscape.compute import Landscape, Pulls
+from paper.landscape.compute import Landscape, PullSteps
 from paper.landscape.loss import Map
 from paper.landscape.saved_run import SavedRun
 
@@ -46,5 +46,5 @@ def landscape_of(values, path, marks):
         positions=np.array([[0, 0, 0], [np.nan] * 3]),
         steps=steps,
         paths=np.asarray(path, float).reshape(-1, 1, 3),
-        pulls=[Pulls("pull", steps[1:])],
+        pulls=[PullSteps("pull", steps[1:])],
     )

@@ -95,5 +95,5 @@ def install(set, step_seconds=1.0, look=4, befalls=lambda status, remote: None):
             conduct(training, method, grid, steps, timeout, states, on_status)
         )
 
-    engine = SimpleNamespace(run=run, Options=SimpleNamespace)
+    engine = SimpleNamespace(run=run, ClusterOptions=SimpleNamespace)
     set(running, "engine", lambda: engine)

@@ -1,5 +1,6 @@
 """The public names that have moved, and the types of all."""
 
+import operator
 import pathlib
 import subprocess
 import sys
@@ -22,6 +23,21 @@ def test_old_names_work_with_a_warning(name):
     assert found is getattr(getattr(lj, module), old)
     with pytest.raises(AttributeError, match=f"no attribute '{old}s'"):
         getattr(lj, f"{old}s")
+
+
+@pytest.mark.parametrize(
+    "module, old, new",
+    [
+        ("asynchronous", "Report", "WorkerReport"),
+        ("asynchronous.ray_engine", "Options", "ClusterOptions"),
+    ],
+)
+def test_renamed_classes_work_with_a_warning(module, old, new):
+    found = operator.attrgetter(module)(lj)
+    with pytest.warns(DeprecationWarning, match=f"{module}.{old} is {new} now"):
+        assert getattr(found, old) is getattr(found, new)
+    with pytest.raises(AttributeError, match=f"no attribute '{old}s'"):
+        getattr(found, f"{old}s")
 
 
 def test_modules_show_public_names_alone():

@@ -100,7 +100,7 @@ UNKNOWN = "–"  # a cell of the table without a value
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CompareOptions:
     """The options of a comparison.
 
     Args:
@@ -125,7 +125,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
       ValueError: wrong usage.
     """
     program = "python -m train.compare"
-    options, others = cli.run_with_others(Options, arguments, program, __doc__)
+    options, others = cli.run_with_others(CompareOptions, arguments, program, __doc__)
     check_left_out(others, "--method")
     names = filter(None, options.methods.split(","))
     lines: dict[str, list[str]] = {}
@@ -136,11 +136,12 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
             raise ValueError(
                 f"`variant` must be NAME=OPTIONS with a unique name, got {variant!r}"
             )
-        check_left_out(own := shlex.split(text))
+        own = shlex.split(text)
+        check_left_out(own)
         lines[name] = [options.experiment, *others, *own]
     if not lines:
         raise ValueError("`methods` or `variant` must name the methods to compare")
-    command = cli.Command(program, Options)
+    command = cli.Command(program, CompareOptions)
     configs = of_seeds(lines, options.seeds, options.out, command)
     check_equal(configs, options.out)
     return configs, options.out
@@ -276,14 +277,16 @@ def join(configs: dict[Key, Config]) -> Session:
     return session
 
 
-class Results(NamedTuple):
+class ComparisonResults(NamedTuple):
     """The tests of the runs that ended, and the reasons for which the others failed."""
 
     curves: dict[Key, Curve]
     failures: dict[Key, str]
 
 
-def run(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> Results | None:
+def run(
+    configs: dict[Key, Config], out: pathlib.Path, session: Session
+) -> ComparisonResults | None:
     """Trains the runs that have not ended. The others go on if one fails.
 
     Returns:
@@ -309,7 +312,7 @@ def run(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> Resu
     session.wait_for_all()  # the main process has now written all metrics
     ended = [key for key in configs if key not in failures]
     curves = {(name, seed): read(out / f"{name}-{seed}") for name, seed in ended}
-    return Results(curves, failures)
+    return ComparisonResults(curves, failures)
 
 
 # Errors of a run that its message explains.
@@ -343,7 +346,8 @@ def read(folder: pathlib.Path) -> Curve:
       ValueError: the folder has no tests.
     """
     events = records.read(folder)
-    tests, train = events.get("test", []), events.get("train", [])
+    tests = events.get("test", [])
+    train = events.get("train", [])
     measure = of_events(tests)
     key = f"center_{measure.key}"
     tests = [test for test in tests if {key, "bytes_sent"} <= test.keys()]
@@ -353,7 +357,10 @@ def read(folder: pathlib.Path) -> Curve:
         tests.append({"bytes_sent": sent, **last, key: None})
     if not tests:
         raise ValueError(f"{folder / records.METRICS} holds no test")
-    is_finite = lambda test: None not in (test[key], test.get("center_loss", 0))
+
+    def is_finite(test):
+        return None not in (test[key], test.get("center_loss", 0))
+
     sent = traffic.of_run(train)
     return Curve(
         steps=[test["step"] for test in tests],
@@ -432,7 +439,8 @@ def spread(numbers: Sequence[float], digits: int) -> str:
     >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2), spread([1.0, math.inf], 1)
     ('2.0 ± 1.0', '1.00', '1 of 2 diverged')
     """
-    if wrong := sum(not math.isfinite(x) for x in numbers):
+    wrong = sum(not math.isfinite(x) for x in numbers)
+    if wrong:
         return f"{wrong} of {len(numbers)} diverged" if len(numbers) > 1 else "diverged"
     mean = f"{statistics.mean(numbers):.{digits}f}"
     if len(numbers) == 1:
@@ -476,13 +484,15 @@ def draw(curves: dict[Key, Curve], path: pathlib.Path) -> None:
     """Draws the measure against steps, seconds and bytes, with one line per seed."""
     size = 3.5 * len(AGAINST) + 2.5, 4
     figure, panels = subplots(1, len(AGAINST), figsize=size, sharey=True)
-    measure, methods = measure_of(curves), list(dict.fromkeys(name for name, _ in curves))
+    measure = measure_of(curves)
+    methods = list(dict.fromkeys(name for name, _ in curves))
     colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
     diverged = {method for (method, _), curve in curves.items() if curve.diverged}
     for axes, (name, xlabel) in zip(panels, AGAINST.items()):
         top = axes.get_xaxis_transform()  # a value that is not finite has no y
         for (method, seed), curve in curves.items():
-            color, x = colors(methods.index(method)), getattr(curve, name)
+            color = colors(methods.index(method))
+            x = getattr(curve, name)
             mark = " (× diverged)" if method in diverged else ""
             label = None if seed else method + mark
             style = {"color": color, "ls": LINES[seed % len(LINES)], "lw": 1.2}

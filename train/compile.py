@@ -71,7 +71,8 @@ class Cluster:
         if [self.chips, self.topology, self.gpu].count(None) != 2:
             raise ValueError("one of `chips`, `topology` and `gpu` must be given")
         if self.chips is not None:
-            chip, shape, sites = *self.shared(), self.sites or 1
+            chip, shape = self.shared()
+            sites = self.sites or 1
             if chip.kind.startswith("NVIDIA"):
                 return lj.aot.gpu(chip.name, sites, math.prod(shape) // sites)
             return lj.aot.tpu(f"{chip.name}:{'x'.join(map(str, cut(shape, sites)))}", sites)
@@ -86,13 +87,15 @@ class Cluster:
         Raises:
           ValueError: an unknown kind, or chips that the sites cannot share.
         """
-        text, sites = self.chips or "", 1 if self.sites is None else self.sites
+        text = self.chips or ""
+        sites = 1 if self.sites is None else self.sites
         kind, _, shape = text.partition(":")
         if not re.fullmatch(r"\w+:\d+(x\d+)*", text):
             raise ValueError(
                 f"`chips` must be such as v5e:16x16 or h100:64, got chips={text}"
             )
-        chip, sizes = lj.aot.chip(kind), tuple(map(int, shape.split("x")))
+        chip = lj.aot.chip(kind)
+        sizes = tuple(map(int, shape.split("x")))
         count = math.prod(sizes)
         if count < 2:
             raise ValueError(f"`chips` must be at least 2, got chips={text}")
@@ -121,7 +124,7 @@ def cut(shape: Sequence[int], sites: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Cluster):
+class CompileOptions(Cluster):
     """The options of a compilation.
 
     Args:
@@ -174,7 +177,8 @@ def compiled(
             "separate programs"
         )
     config = on(config, pod)
-    axes, locals = config.workers.axes, config.workers.locals
+    axes = config.workers.axes
+    locals = config.workers.locals
     sizes: dict[str, Any] = {"node": pod.groups, "local": locals, **axes}
     mesh = pod.mesh(**sizes)
     workers = lj.Workers(mesh=mesh, axes=("node", "local"))
@@ -215,7 +219,8 @@ def on(config: Config, pod: lj.aot.Pod) -> Config:
     Raises:
       ValueError: a worker's devices do not divide those of a slice or host.
     """
-    devices, each = len(pod.devices) // pod.groups, config.workers.devices_each
+    devices = len(pod.devices) // pod.groups
+    each = config.workers.devices_each
     if devices % each:
         raise ValueError(
             f"`workers.inside` must divide the {devices} devices of a {pod.unit}, got "
@@ -240,8 +245,8 @@ def main(arguments: Sequence[str]) -> int:
       The exit status: 0, 1 (a program does not fit) or 2 (wrong usage).
     """
     program = "python -m train.compile"
-    options, others = cli.run_with_others(Options, arguments, program, __doc__)
-    config = cli.parse([options.experiment, *others], cli.Command(program, Options))
+    options, others = cli.run_with_others(CompileOptions, arguments, program, __doc__)
+    config = cli.parse([options.experiment, *others], cli.Command(program, CompileOptions))
     for name in ("mbit", "gbit", "efficiency"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

@@ -72,7 +72,8 @@ def export(
 
 def description(loaded: Loaded) -> dict[str, Any]:
     """A description of a model, as JSON represents it."""
-    model, vocabulary = loaded.model, loaded.vocabulary
+    model = loaded.model
+    vocabulary = loaded.vocabulary
     names = {field.name for field in dataclasses.fields(model)} - {"parent", "name"}
     return {
         "lsgd_jax": lj.__version__,

@@ -129,7 +129,8 @@ def environments(
     >>> [one["CUDA_VISIBLE_DEVICES"] for one in each]
     ['4,5', '6,7']
     """
-    gpus, share = visible_gpus(environ), devices or 1
+    gpus = visible_gpus(environ)
+    share = devices or 1
     if gpus and len(gpus) < processes * share:
         raise ValueError(
             f"{processes} processes with {share} GPU{'s' * (share > 1)} each need "
@@ -165,7 +166,9 @@ def wait(
     def has_failed(child: subprocess.Popen[str]) -> bool:
         return bool(child.returncode) and not (passed and child.returncode == RESUME)
 
-    running = lambda: any([child.poll() is None for child in children])
+    def running():
+        return any([child.poll() is None for child in children])
+
     while running() and not any(map(has_failed, children)):
         time.sleep(0.05)
     deadline = time.monotonic() + grace
@@ -180,9 +183,13 @@ def wait(
     # A process that ends because another one failed may be the first to end. It may also
     # take the loss of a killed process for an error of its own.
     causes = [child for child in failed if child.returncode not in OF_OTHERS] or failed
-    is_own = lambda code: code > 0 or code in OF_OTHERS
+
+    def is_own(code):
+        return code > 0 or code in OF_OTHERS
+
     cause = min(causes, key=lambda child: is_own(child.returncode))
-    code, name = cause.returncode, f"process {children.index(cause)}"
+    code = cause.returncode
+    name = f"process {children.index(cause)}"
     if code in DELIBERATE:
         return code, ""
     if code > 0:
@@ -300,7 +307,8 @@ def main(arguments: Sequence[str], module: str = "train") -> int:
     """
     try:
         options = parse(arguments)
-        count, devices = options.processes, options.devices_per_process
+        count = options.processes
+        devices = options.devices_per_process
         given = environments(count, devices, os.environ)
     except ValueError as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)

@@ -42,11 +42,11 @@ from train.config import experiments
 from train.config.schema import Config, WorkersConfig
 from train.metrics import progress, tables
 from train.planning import engine
-from train.planning.advice import Plan, number
+from train.planning.advice import Advice, number
 from train.planning.links import Link
 from train.planning.measurement import computed, measure
-from train.planning.options import PROGRAM, Options
-from train.planning.setting import ALL, INSIDE, Setting
+from train.planning.options import PROGRAM, PlanOptions
+from train.planning.scenario import ALL, INSIDE, Scenario
 from train.process import command, compilation_cache
 from train.process.exit_status import SUCCESS, WRONG_USAGE
 from train.process.messages import meant
@@ -66,93 +66,105 @@ SIMULATED = (
 SIMULATING = "simulating methods with workers that differ, which may take minutes"
 
 
-def of_numbers(options: Options) -> tuple[Setting, list[str]]:
-    """The setting of a plan without an experiment, and its sources."""
-    size, sites, mbit = options.size, options.sites, options.mbit
-    assert size is not None and sites is not None and mbit is not None
-    chip, count = (None, sites) if options.chips is None else options.chip
-    setting = Setting(
-        size,
-        {ALL: Link.of(mbit, options.latency_ms, sites)},
+def of_numbers(options: PlanOptions) -> tuple[Scenario, list[str]]:
+    """The scenario of a plan without an experiment, and its sources."""
+    sites = options.sites
+    assert options.size is not None and options.mbit is not None and sites is not None
+    scenario = Scenario(
+        options.size,
+        {ALL: Link.of(options.mbit, options.latency_ms, sites)},
         tokens=options.tokens,
         batch=options.batch,
-        chips=count,
+        chips=sites,
     )
+    if options.chips is not None:
+        chip, count = options.chip
+        scenario = dataclasses.replace(scenario, chips=count)
     if options.step_ms is not None:
-        step, steps = options.step_ms / 1e3, None
+        steps = None
         if options.tokens is not None and options.batch is not None:
             steps = math.ceil(options.tokens / options.batch)
-        setting = dataclasses.replace(setting, step=step, steps=steps)
-        words = f"a step: {options.step_ms:g} ms, as given"
+        scenario = dataclasses.replace(scenario, step=options.step_ms / 1e3, steps=steps)
+        source = f"a step: {options.step_ms:g} ms, as given"
         if options.tokens is None:
-            words += "; the plan is about time only, and says nothing about the loss"
-        return setting, [words]
-    assert chip is not None and options.tokens is not None
+            source += "; the plan is about time only, and says nothing about the loss"
+        return scenario, [source]
+    chip, count = options.chip
     flops = options.efficiency * count * chip.flops
-    setting = dataclasses.replace(setting, flops=flops)
+    scenario = dataclasses.replace(scenario, flops=flops)
     source = (
         f"computing: 6 N D operations at {100 * options.efficiency:g} % of the peak of "
         f"{count} {chip.name} ({chip.source}), {count // sites} at each of {sites} sites"
     )
-    return setting, [source]
+    return scenario, [source]
 
 
 def of_experiment(
-    options: Options, config: Config, session: Session
-) -> tuple[Setting, list[str]]:
-    """The setting of a plan for an experiment, and its sources."""
-    sites, workers = options.sites, config.workers
-    if sites is not None and not options.is_described:
+    options: PlanOptions, config: Config, session: Session
+) -> tuple[Scenario, list[str]]:
+    """The scenario of a plan for an experiment, and its sources."""
+    # The workers that are planned for, which may be others than those measured here.
+    workers = config.workers
+    if options.sites is not None and not options.is_described:
         if session.has_others:
             raise ValueError("`sites` must be planned by one process, which measures one")
         grid = dataclasses.replace(workers, nodes=1, locals=1)
         config = dataclasses.replace(config, workers=grid)
-        workers = WorkersConfig(nodes=sites, locals=1)
+        workers = WorkersConfig(nodes=options.sites, locals=1)
     more: list[str] = []
-    is_known = None not in (options.step_ms, options.size, options.mbit)
-    if is_known:
-        setting, source = Setting(1.0, {}, step=0.0, steps=config.steps), "as given"
+    if None not in (options.step_ms, options.size, options.mbit):
+        scenario = Scenario(1.0, {}, step=0.0, steps=config.steps)
+        source = "as given"
     elif options.is_described:
-        setting, config, more = computed(config, options.pod())
-        workers, source = config.workers, "computed from the compiled program"
+        scenario, config, more = computed(config, options.pod())
+        workers = config.workers
+        source = "computed from the compiled program"
     else:
-        setting, source = measure(config, session), "measured here"
+        scenario = measure(config, session)
+        source = "measured here"
+    if options.step_ms is not None:
+        source = "as given"
     chips = workers.nodes * workers.locals * config.workers.devices_each
-    setting = dataclasses.replace(setting, chips=chips)
-    setting = put(options, setting, workers.nodes, workers.locals)
-    step, size = number(1e3 * (setting.step or 0)), number(4 * setting.parameters / 1e6)
-    where = source if options.step_ms is None else "as given"
-    return setting, [
-        f"a step without exchanges: {step} ms, {where}",
-        f"parameters: {size} MB in float32",
+    scenario = dataclasses.replace(scenario, chips=chips)
+    scenario = put(options, scenario, workers.nodes, workers.locals)
+    return scenario, [
+        f"a step without exchanges: {number(1e3 * (scenario.step or 0))} ms, {source}",
+        f"parameters: {number(4 * scenario.parameters / 1e6)} MB in float32",
         *more,
         "no loss: laws are for language models of known size and number of tokens",
     ]
 
 
-def put(options: Options, setting: Setting, nodes: int, locals: int) -> Setting:
+def put(options: PlanOptions, scenario: Scenario, nodes: int, locals: int) -> Scenario:
     """Replaces measurements by given values."""
-    links, size = dict(setting.links), options.size
-    if size is not None:
+    if options.step_ms is not None:
+        scenario = dataclasses.replace(scenario, step=options.step_ms / 1e3)
+    links = dict(scenario.links)
+    if options.size is not None:
+        scenario = dataclasses.replace(scenario, parameters=options.size)
         links = {name: link._replace(measured={}) for name, link in links.items()}
     if options.mbit is not None and nodes * locals > 1:
         widest = Link.of(options.mbit, options.latency_ms, nodes * locals)
         links[ALL if nodes > 1 else INSIDE] = widest
-    step = setting.step if options.step_ms is None else options.step_ms / 1e3
-    return dataclasses.replace(
-        setting, parameters=size or setting.parameters, links=links, step=step
-    )
+    return dataclasses.replace(scenario, links=links)
 
 
-def measured(setting: Setting) -> str:
+def measured(scenario: Scenario) -> str:
     """A table of the exchanges of each level."""
     rows = []
-    for name, link in setting.links.items():
-        seconds = link._replace(measured={}).seconds("mean", setting.parameters)
+    for name, link in scenario.links.items():
+        seconds = link._replace(measured={}).seconds("mean", scenario.parameters)
         latency = link.network.all_reduce(link.workers, 0)
-        rate = 4 * setting.parameters / seconds / 1e6
-        row = {"exchange": name, "workers": link.workers, "time, ms": number(1e3 * seconds)}
-        rows.append(row | {"MB/s": number(rate), "latency, ms": number(1e3 * latency)})
+        rate = 4 * scenario.parameters / seconds / 1e6
+        rows.append(
+            {
+                "exchange": name,
+                "workers": link.workers,
+                "time, ms": number(1e3 * seconds),
+                "MB/s": number(rate),
+                "latency, ms": number(1e3 * latency),
+            }
+        )
     return tables.markdown(rows)
 
 
@@ -163,15 +175,18 @@ def main(arguments: Sequence[str]) -> int:
       The exit status: 0 or 2 (wrong usage). With several processes also 70: an unexpected
       error, and 75: a process was lost.
     """
-    session, config = Session(), None
+    session = Session()
+    config = None
     try:
-        options, others = cli.run_with_others(Options, arguments, PROGRAM, __doc__)
+        options, others = cli.run_with_others(PlanOptions, arguments, PROGRAM, __doc__)
         # tyro takes the value of an unknown option for the name of an experiment.
         if others and options.experiment not in experiments.names():
             raise ValueError(unknown(others[0]))
         options.check()
         if options.experiment is not None:
-            config = cli.parse([options.experiment, *others], cli.Command(PROGRAM, Options))
+            config = cli.parse(
+                [options.experiment, *others], cli.Command(PROGRAM, PlanOptions)
+            )
             jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends it
             if not options.is_described:
                 session = rendezvous.join(config)
@@ -182,15 +197,17 @@ def main(arguments: Sequence[str]) -> int:
         return plan(options, config, session)
 
 
-def plan(options: Options, config: Config | None, session: Session) -> int:
+def plan(options: PlanOptions, config: Config | None, session: Session) -> int:
     """Plans together with the processes of the session; returns the exit status."""
     try:
         if config is None:
-            setting, sources = of_numbers(options)
+            scenario, sources = of_numbers(options)
         else:
             compilation_cache.use(say=session.is_main and not options.json)
-            setting, sources = of_experiment(options, config, session)
-        found = planned(options, setting, sources, session) if setting.links else None
+            scenario, sources = of_experiment(options, config, session)
+        found = None
+        if scenario.links:
+            found = planned(options, scenario, sources, session)
     except (ValueError, ImportError) as error:
         if is_of_xla(error):
             raise
@@ -201,49 +218,50 @@ def plan(options: Options, config: Config | None, session: Session) -> int:
 
 
 def planned(
-    options: Options, setting: Setting, sources: list[str], session: Session
-) -> Plan:
-    """Returns the plan of a setting with exchanges, and draws it if that is asked for."""
+    options: PlanOptions, scenario: Scenario, sources: list[str], session: Session
+) -> Advice:
+    """Returns the plan of a scenario with exchanges, and draws it if that is asked for."""
     with contextlib.ExitStack() as shown:
         if options.differs:
-            options.check_workers(setting.replicas)
-            setting = dataclasses.replace(setting, unequal=options)
+            options.check_workers(scenario.replicas)
+            scenario = dataclasses.replace(scenario, unequal=options)
             sources = [*sources, SIMULATED]
             if session.is_main:
                 tell = shown.enter_context(progress.told(SIMULATING))
-                setting = dataclasses.replace(setting, tell=tell)
+                scenario = dataclasses.replace(scenario, tell=tell)
         if options.watts is not None:
             sources = [*sources, ENERGY]
-        given = options.share, [*sources, EXCHANGES], options.price, options.watts
-        plan = Plan(setting, *given)
+        advice = Advice(
+            scenario, options.share, [*sources, EXCHANGES], options.price, options.watts
+        )
         if options.plot is not None and session.is_main:
-            plan.draw(options.plot)
-    return plan
+            advice.draw(options.plot)
+    return advice
 
 
 def unknown(argument: str) -> str:
     """The message for an option that no plan without an experiment has."""
-    names = [f"--{x.name.replace('_', '-')}" for x in dataclasses.fields(Options)]
+    names = [f"--{x.name.replace('_', '-')}" for x in dataclasses.fields(PlanOptions)]
     near = meant(argument, names)
     return f"unrecognized option {argument}{near}; see {PROGRAM} --help"
 
 
-def report(options: Options, plan: Plan | None) -> None:
+def report(options: PlanOptions, advice: Advice | None) -> None:
     """Prints the plan, or that there is nothing to plan."""
     console = progress.console(soft_wrap=True, markup=False)
-    if plan is None:
+    if advice is None:
         console.print("one worker: there are no exchanges to plan")
         return
     if options.json:
-        print(json.dumps(plan.to_json(), indent=2))
+        print(json.dumps(advice.to_json(), indent=2))
         return
     if options.experiment is not None:
-        console.print(measured(plan.setting))
-    console.print(tables.markdown(plan.rows()))
-    for note in plan.notes():
+        console.print(measured(advice.scenario))
+    console.print(tables.markdown(advice.rows()))
+    for note in advice.notes():
         console.print(f"- {note}")
-    console.print(f"\n{plan.sentence()}")
-    for remark in plan.remarks():
+    console.print(f"\n{advice.sentence()}")
+    for remark in advice.remarks():
         console.print(remark)
 
 

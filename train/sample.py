@@ -63,7 +63,8 @@ def sample(
         return "\n".join(loaded.translate(prompt.splitlines(), 1 if beam is None else beam))
     if beam is not None:
         raise ValueError(f"`beam` is for runs on translation only, got {beam=}")
-    network, key = (loaded.model, loaded.variables, loaded.vocabulary), jax.random.key(seed)
+    network = (loaded.model, loaded.variables, loaded.vocabulary)
+    key = jax.random.key(seed)
     return prompt + written(*network, prompt, length, key, temperature)
 
 

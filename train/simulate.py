@@ -49,7 +49,7 @@ BINS = 100  # intervals of simulated time in which losses are averaged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Unequal):
+class SimulateOptions(Unequal):
     """Options of a simulation.
 
     Args:
@@ -135,18 +135,20 @@ class Options(Unequal):
             )
 
 
-def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
+def parse(arguments: Sequence[str]) -> tuple[SimulateOptions, dict[str, Config]]:
     """Returns the options and each method's configuration; ValueError for wrong usage."""
     common, own = _segments(arguments)
-    command = cli.Command("python -m train.simulate", Options)
-    options, others = cli.run_with_others(Options, common, command.name, __doc__)
+    command = cli.Command("python -m train.simulate", SimulateOptions)
+    options, others = cli.run_with_others(SimulateOptions, common, command.name, __doc__)
     configs: dict[str, Config] = {}
     for segment in own or [[]]:
         config = cli.parse([options.experiment, *others, *segment], command)
         chosen = config.method.name.replace(":", ".")
-        name, again = chosen, 2
+        name = chosen
+        again = 2
         while name in configs:
-            name, again = f"{chosen}-{again}", again + 1
+            name = f"{chosen}-{again}"
+            again = again + 1
         configs[name] = config
         method(config)
     for config in configs.values():
@@ -177,7 +179,8 @@ def method(config: Config) -> lj.asynchronous.Method:
     Raises:
       ValueError: the method cannot be simulated.
     """
-    chosen, optimizer = config.method, config.optimizer
+    chosen = config.method
+    optimizer = config.optimizer
     if chosen.is_asynchronous:
         rate = schedules.learning_rate(optimizer, config.steps)
         return chosen.asynchronous(rate, config.steps)
@@ -246,7 +249,8 @@ class Recorded:
 
     def row(self) -> dict[str, Any]:
         """The row of this run in the table."""
-        measure, derived = measures.shown(self.tested)[0], self.summary()
+        measure = measures.shown(self.tested)[0]
+        derived = self.summary()
         stale = [step["staleness"] for step in self.steps] or [0]
         never = "" if any(self.bytes_sent) else tables.NEVER
         return {
@@ -260,13 +264,16 @@ class Recorded:
         }
 
 
-def simulate(name: str, config: Config, options: Options, training: Any) -> Recorded:
+def simulate(
+    name: str, config: Config, options: SimulateOptions, training: Any
+) -> Recorded:
     """Trains with one method in simulated time, and tests the consensus."""
     steps: list[dict[str, float]] = []
     began = time.perf_counter()
 
     def observe(worker: lj.asynchronous.Worker) -> None:
-        now, report = worker.transport.now(), worker.report
+        now = worker.transport.now()
+        report = worker.report
         step = now, worker.index, worker.count, worker.loss, report.waited, report.staleness
         steps.append(dict(zip(STEP, step)))
 
@@ -330,7 +337,7 @@ def _alone(config: Config) -> Config:
 # Output
 
 
-def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
+def write(options: SimulateOptions, runs: list[Recorded], out: pathlib.Path) -> None:
     """Writes the results into a folder."""
     for run in runs:
         if run.steps:
@@ -393,7 +400,8 @@ def main(arguments: Sequence[str]) -> int:
     training = asynchronous.training(_alone(first), warn)
     runs = []
     for name, config in configs.items():
-        runs.append(found := simulate(name, config, options, training))
+        found = simulate(name, config, options, training)
+        runs.append(found)
         console.print(
             f"{name}: {counted(len(found.steps), 'step')} in {found.seconds:.4g} simulated "
             f"seconds; the simulation took {found.wall:.1f} s"

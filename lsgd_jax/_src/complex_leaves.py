@@ -58,7 +58,10 @@ def in_pairs(tree: Tree) -> Tree:
 
 def joined(tree: Tree) -> Tree:
     """The inverse of `in_pairs`."""
-    join = lambda node: lax.complex(*node) if is_pair(node) else node
+
+    def join(node):
+        return lax.complex(*node) if is_pair(node) else node
+
     return jax.tree.map(join, tree, is_leaf=is_pair)
 
 

@@ -61,7 +61,10 @@ def spread(
     """
     leaves = _with_paths(tree, shapes)
     if callable(specs):
-        name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+
+        def name(path):
+            return jax.tree_util.keystr(path, simple=True, separator="/")
+
         each = [specs(name(path), leaf) for path, leaf in leaves]
     else:
         each = _broadcast(specs, tree)
@@ -82,6 +85,13 @@ def spread(
     return each
 
 
+def _entry(names: tuple[str, ...]) -> Any:
+    """The entry of a `Spec` for a dimension that is divided over these axes."""
+    if not names:
+        return None
+    return names if len(names) > 1 else names[0]
+
+
 def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     """Returns the spec without the axes of size 1, over which nothing is divided.
 
@@ -92,7 +102,7 @@ def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     left = [tuple(name for name in part if sizes.get(name) != 1) for part in parts]
     while left and not left[-1]:
         left.pop()
-    return Spec(*(part if len(part) > 1 else part[0] if part else None for part in left))
+    return Spec(*map(_entry, left))
 
 
 def _with_paths(tree: Tree, shapes: Sequence[Any] | None) -> list[tuple[Any, Any]]:
@@ -105,8 +115,11 @@ def _with_paths(tree: Tree, shapes: Sequence[Any] | None) -> list[tuple[Any, Any
 
 def _broadcast(specs: Specs, tree: Tree) -> list[Spec]:
     """The spec of each leaf of the tree, of which `specs` is a prefix."""
+
     # The tree has nodes that are None, too, such as the axes of a `Shared`.
-    is_spec = lambda x: x is None or isinstance(x, Spec | NamedSharding)
+    def is_spec(x):
+        return x is None or isinstance(x, Spec | NamedSharding)
+
     each, prefix = jax.tree.flatten(specs, is_leaf=is_spec)
     try:
         below = prefix.flatten_up_to(tree)
@@ -129,7 +142,8 @@ def _mismatch(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> str:
         kinds = [type(node).__name__ for node in (tree, specs)]
         if type(specs) is not type(tree):
             return f"which has a {kinds[0]} {where}, got a {kinds[1]}"
-        own, given = dict(children(tree)), dict(children(specs))
+        own = dict(children(tree))
+        given = dict(children(specs))
         if own.keys() != given.keys():
             return f"which has {_listed(own)} {where}, got {_listed(given)}"
         differ = [x for x in own if not _is_prefix(given[x], own[x], is_spec)]
@@ -140,7 +154,8 @@ def _mismatch(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> str:
                 "pass a function (path, leaf) -> PartitionSpec"
             )
         path.append(differ[0])
-        specs, tree = given[differ[0]], own[differ[0]]
+        specs = given[differ[0]]
+        tree = own[differ[0]]
 
 
 def _is_prefix(specs: Specs, tree: Tree, is_spec: Callable[[Any], bool]) -> bool:
@@ -257,7 +272,10 @@ class Layouts:
 
     def spec(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Spec | None:
         """The spec of the known leaf of that shape whose path ends most alike, if any."""
-        alike = lambda known: _common_end(known, path) or 0.5 * (len(known) == 1)
+
+        def alike(known):
+            return _common_end(known, path) or 0.5 * (len(known) == 1)
+
         found = [(alike(own), spec) for own, spec in self._by_shape.get(shape, ())]
         best = _most_alike(found)
         return self._of_piece(path, shape) if best is None else best
@@ -384,7 +402,8 @@ def shard_by_shard(
       out: from the specs of the trees to the specs of what fn returns. Defaults to those
         of the first tree.
     """
-    axes, layouts = known_axes(), _KNOWN.get()
+    axes = known_axes()
+    layouts = _KNOWN.get()
     if not axes or layouts is None:
         return fn(*trees)
     specs = tuple(map(layouts.specs, trees))
@@ -405,7 +424,8 @@ def sharded_over(tree: Tree) -> list[tuple[str, ...]]:
 
 def axes_by_dimension(tree: Tree) -> list[list[tuple[str, ...]]]:
     """For each leaf the axes over which each dimension is sharded in `shard_by_shard`."""
-    axes, layouts = known_axes(), _KNOWN.get()
+    axes = known_axes()
+    layouts = _KNOWN.get()
     if not axes or layouts is None:
         return [[]] * len(jax.tree.leaves(tree))
     return [_names_by_dimension(spec or Spec()) for spec in layouts.of_leaves(tree)]
@@ -420,7 +440,8 @@ def shard_nbytes(tree: Tree) -> int:
 
 def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:
     """Returns x[index]; from a sharded x it moves no more than this element."""
-    axes, layouts = known_axes(), _KNOWN.get()
+    axes = known_axes()
+    layouts = _KNOWN.get()
     spec = layouts.spec(keys(path), x.shape) if axes and layouts else None
     if spec is None or not names_of(spec):
         return x[index]

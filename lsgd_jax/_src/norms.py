@@ -25,7 +25,8 @@ def squares(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     """
     x = jnp.abs(widened(x))
     edge, scale = _limits(x.dtype)
-    is_large, is_small = x > edge, x < 1 / edge
+    is_large = x > edge
+    is_small = x < 1 / edge
     apart = (
         jnp.where(is_large, x / scale, 0),
         jnp.where(is_large | is_small, 0, x),

@@ -62,7 +62,8 @@ class Topology:
         """
         matrices = np.zeros((len(self.rounds), self.num_workers, self.num_workers))
         for r, round in enumerate(self.rounds):
-            if (given := self.weights[r]) is not None:
+            given = self.weights[r]
+            if given is not None:
                 matrices[r] = given
                 continue
             shares = 1 / (self.out_degrees[r] + 1)
@@ -146,10 +147,15 @@ class Topology:
     def __str__(self) -> str:
         lines = [repr(self)]
         for r, round in enumerate(self.rounds):
-            share = lambda i, j, r=r: f" ({self.mixing[r, j, i]:.3g})" * self.weighted
-            edges = " ".join(f"{i}→{j}{share(i, j)}" for i, j in sorted(_edges(round)))
+            edges = " ".join(self._described(r, i, j) for i, j in sorted(_edges(round)))
             lines.append(f"  round {r}: {edges or 'no worker sends'}")
         return "\n".join(lines)
+
+    def _described(self, r: int, i: int, j: int) -> str:
+        """An edge of a round in a few characters, with its share if shares differ."""
+        if not self.weighted:
+            return f"{i}→{j}"
+        return f"{i}→{j} ({self.mixing[r, j, i]:.3g})"
 
 
 Graph = Topology | Callable[[int], Topology]
@@ -193,9 +199,11 @@ def exponential(num_workers: int, peers: int = 1) -> Topology:
             f"graph of {num_workers} workers, got {peers=}"
         )
     count = math.lcm(len(hops), peers) // peers
-    turn = lambda r: {hops[(r * peers + k) % len(hops)] for k in range(peers)}
-    name = "exponential" + f" ({peers} peers)" * (peers > 1)
-    return _circulant(name, num_workers, [turn(r) for r in range(count)])
+    rounds = [
+        {hops[(r * peers + k) % len(hops)] for k in range(peers)} for r in range(count)
+    ]
+    name = "exponential" if peers == 1 else f"exponential ({peers} peers)"
+    return _circulant(name, num_workers, rounds)
 
 
 def bipartite_exponential(num_workers: int) -> Topology:
@@ -211,7 +219,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
     """
     check_positive_int("num_workers", num_workers)
     even = num_workers + num_workers % 2  # the extra worker is a placeholder
-    hops = [1] + [h for k in range(1, even.bit_length()) if (h := 2**k + 1) < even]
+    hops = [1, *(2**k + 1 for k in range(1, even.bit_length()) if 2**k + 1 < even)]
     rounds = []
     for hop in hops:
         pairs = [(i, (i + hop) % even) for i in range(0, even, 2)]
@@ -246,7 +254,8 @@ def matchings(num_workers: int, rounds: int = 16, seed: int = 0) -> Topology:
     """
     check_positive_int("num_workers", num_workers)
     check_positive_int("rounds", rounds)
-    rng, half = np.random.default_rng(seed), num_workers // 2
+    rng = np.random.default_rng(seed)
+    half = num_workers // 2
     edges = list[list[Edge]]()
     for _ in range(rounds):
         order = rng.permutation(num_workers).tolist()
@@ -395,13 +404,15 @@ def check_one_peer(topology: Topology) -> None:
         )
 
 
-def _circulant(name: str, num_workers: int, hops: Sequence[set[int]]) -> Topology:
+def _circulant(name: str, num_workers: int, rounds: Sequence[set[int]]) -> Topology:
     """The graph in which i sends to i + hop mod W for each hop of a round."""
-    rounds = [
-        [(i, (i + hop) % num_workers) for hop in sorted(turn) for i in range(num_workers)]
-        for turn in hops
+    if num_workers == 1:
+        return _build(name, num_workers, [[]])
+    edges = [
+        [(i, (i + hop) % num_workers) for hop in sorted(hops) for i in range(num_workers)]
+        for hops in rounds
     ]
-    return _build(name, num_workers, rounds if num_workers > 1 else [[]])
+    return _build(name, num_workers, edges)
 
 
 def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Topology:
@@ -441,7 +452,8 @@ def _check_weights(matrices: np.ndarray, graph: Topology) -> None:
             raise ValueError(
                 f"`weights` must be finite and at least 0, got {P.min()} in round {r}"
             )
-        if not (kept := P.diagonal()).all():
+        kept = P.diagonal()
+        if not kept.all():
             raise ValueError(
                 "every worker must keep a share of its own, P[j, j] > 0, got 0 for worker "
                 f"{int(kept.argmin())} in round {r}"
@@ -478,7 +490,10 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Permutations:
     """
     nodes = [(side, i) for side in ("source", "destination") for i in range(num_workers)]
     at: dict[tuple[str, int], dict[int, Edge]] = {node: {} for node in nodes}
-    ends = lambda edge: (("source", edge[0]), ("destination", edge[1]))
+
+    def ends(edge: Edge) -> tuple[tuple[str, int], tuple[str, int]]:
+        return ("source", edge[0]), ("destination", edge[1])
+
     counts = collections.Counter(end for edge in edges for end in ends(edge))
     degree = max(counts.values(), default=0)
 
@@ -489,14 +504,18 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Permutations:
     for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % num_workers, e)):
         source, node = ends(edge)
         common = free(source, node)
-        here, other = (common or free(source))[0], (common or free(node))[0]
+        here = (common or free(source))[0]
+        other = (common or free(node))[0]
         at[source][here] = edge
         # The edge takes the color from another edge at this node, which takes the other
         # color, and so on along the path.
-        while displaced := at[node].pop(here, None):
-            at[node][here], at[node][other] = edge, displaced
+        while here in at[node]:
+            displaced = at[node][here]
+            at[node][here] = edge
+            at[node][other] = displaced
             near, far = ends(displaced)
-            edge, node = displaced, far if node == near else near
+            edge = displaced
+            node = far if node == near else near
             del at[node][here]
             here, other = other, here
         at[node][here] = edge

@@ -75,7 +75,9 @@ def floats(tree: Tree, like: Tree | None = None) -> Tree:
 
 def refill(part: Tree, tree: Tree) -> Tree:
     """Fills the empty nodes of `part` with the leaves of `tree`, and joins pairs."""
-    masked = lambda node: isinstance(node, optax.MaskedNode)
+
+    def masked(node):
+        return isinstance(node, optax.MaskedNode)
 
     def fill(mine: Any, other: Any) -> Any:
         return other if masked(mine) else joined(mine)

@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator as Coordinator
-from lsgd_jax._src.asynchronous.engine.coordinator import Report as Report
 from lsgd_jax._src.asynchronous.engine.coordinator import Status as Status
+from lsgd_jax._src.asynchronous.engine.coordinator import WorkerReport as WorkerReport
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError as StaleWorkerError
 from lsgd_jax._src.asynchronous.engine.errors import UnreachableError as UnreachableError
 from lsgd_jax._src.asynchronous.engine.island import island as island
@@ -29,6 +29,7 @@ from lsgd_jax._src.asynchronous.simulated.network import Network as Network
 from lsgd_jax._src.asynchronous.simulated.speeds import Speeds as Speeds
 from lsgd_jax._src.asynchronous.simulated.worlds import WORLDS as WORLDS
 from lsgd_jax._src.asynchronous.simulated.worlds import World as World
+from lsgd_jax._src.moved import renamed as _renamed
 from lsgd_jax.asynchronous import simulator as simulator
 
 
@@ -37,9 +38,12 @@ if TYPE_CHECKING:
     from lsgd_jax.asynchronous.ray_engine import join as join
 
 
+_old_name = _renamed(__name__, Report=WorkerReport)
+
+
 def __getattr__(name: str) -> Any:
     """Ray, which needs the extra `async`, is imported when it is asked for."""
     if name in ("ray_engine", "join"):
         ray_engine = importlib.import_module(f"{__name__}.ray_engine")
         return ray_engine if name == "ray_engine" else ray_engine.join
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _old_name(name)

@@ -39,7 +39,7 @@ AUTHORS = (AUTHOR.encode(), b"python -m train.landscape")  # the latter before 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LandscapeOptions:
     """The options of a landscape."""
 
     # A run folder.
@@ -104,11 +104,17 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
       ValueError: wrong usage; OSError: the results cannot be written.
     """
-    say = lambda line: print(line, flush=True)
-    options = cli.run(Options, arguments, AUTHOR, description=__doc__)
+
+    def say(line):
+        return print(line, flush=True)
+
+    options = cli.run(LandscapeOptions, arguments, AUTHOR, description=__doc__)
     settings.read(options.run / run_folder.CONFIG)  # before a folder is made
     figure, arrays = files_in(options.out or options.run)
-    warn = lambda line: say(f"warning: {line}")
+
+    def warn(line):
+        return say(f"warning: {line}")
+
     run = SavedRun(options.run, options.step, options.data_dir, warn)
     landscape = compute_landscape(run, options, say)
     write(arrays, lambda file: save(landscape, file, AUTHOR))

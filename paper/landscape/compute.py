@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     loss: float
 
 
-class Pulls(NamedTuple):
+class PullSteps(NamedTuple):
     """The exchanges of one kind on the trajectory: a name, and the steps they follow."""
 
     name: str
@@ -58,7 +58,7 @@ class Landscape(NamedTuple):
     positions: np.ndarray
     steps: np.ndarray
     paths: np.ndarray
-    pulls: list[Pulls]
+    pulls: list[PullSteps]
 
 
 def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -> Landscape:
@@ -89,7 +89,10 @@ def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -
 
     names = ["train", "test"] if options.test else ["train"]
     maps = [measured(run, on, places, name, options.images, say) for name in names]
-    square = lambda values: values[: len(grid)].reshape(len(ys), len(xs))
+
+    def square(values):
+        return values[: len(grid)].reshape(len(ys), len(xs))
+
     marks_losses = maps[0].loss[len(grid) :]
     first, second = (
         f"{'' if name.startswith(ALONG) else 'towards '}{name}" for name in taken
@@ -112,7 +115,10 @@ def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -
 
 def marks_of(points: Points, on: plane.Plane, taken: Places) -> Places:
     """Returns [a, b, distance] of every marked point by its name, the worker first."""
-    where = lambda point: np.asarray(plane.coordinates(on, point))
+
+    def where(point):
+        return np.asarray(plane.coordinates(on, point))
+
     shown = [points.worker, *(worker for _, worker in points.roles)]
     marks = {points.name(worker): where(points.of(worker)) for worker in shown}
     center = where(points.center)
@@ -135,7 +141,8 @@ def frame_of(
     places = np.concatenate([_near(positions), _near(path)])[:, :2]
     if not np.ptp(places, axis=0).any():
         places = np.concatenate([places, taken, -taken])
-    low, high = places.min(axis=0), places.max(axis=0)
+    low = places.min(axis=0)
+    high = places.max(axis=0)
     half = (high - low).max() * (0.5 + margin)
     return (low + high) / 2 - half, (low + high) / 2 + half
 
@@ -162,15 +169,18 @@ def _joined(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
+def pulls_of(points: Points, run: SavedRun, steps: range) -> list[PullSteps]:
     """Returns the worker's exchanges of each kind that is not due after every step."""
-    grid, found = run.config.workers, []
+    grid = run.config.workers
+    found = []
     done = range(steps.start + 1, steps.stop + 1)
     for pull in points.pulls:
         if pull.period > 1:
             role = role_of(pull, points.worker, grid.nodes, grid.locals)
             name = "exchange" if pull.leader is None else f"pull to the {role}"
-            found.append(Pulls(name, np.array([t for t in done if pull.is_due(t)], int)))
+            found.append(
+                PullSteps(name, np.array([t for t in done if pull.is_due(t)], int))
+            )
     return found
 
 

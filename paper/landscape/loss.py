@@ -63,15 +63,22 @@ def batches_of(images: Images, count: int, seed: int) -> list[Batch]:
 def measure_of(run: SavedRun) -> Measure:
     """Returns (params [P], (images, labels)) -> sums of [loss, wrong answers]."""
     forward: Any = run.experiment.forward
-    of_one = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), tree)
+
+    def of_one(tree):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), tree)
+
     _, as_tree = ravel_pytree(of_one(run.state.params))
     like = of_one(run.state.stats)
     key = jax.random.key(0)  # a dropout may precede the statistics
 
     def measure(point, batch):
         images, labels = batch
-        x, params = forward.transforms.test(images), as_tree(point)
-        renew = lambda stats: forward.train(params, stats, key, x)
+        x = forward.transforms.test(images)
+        params = as_tree(point)
+
+        def renew(stats):
+            return forward.train(params, stats, key, x)
+
         stats = statistics.of_batch(renew, like) if like else {}
         everywhere = jnp.ones(len(labels), bool)
         wrong, loss, _ = forward.sums({"params": params, **stats}, *batch, everywhere)
@@ -92,15 +99,20 @@ def measured(
 
     All devices share the work.
     """
-    data, seed = run.data[0], run.config.seed
+    data = run.data[0]
+    seed = run.config.seed
     part = getattr(data, name)
     if isinstance(data, ImageFolder):
         part = imagenet.some(part, images, seed, data.image_size)
     batches = batches_of(part, images, seed)
     count = sum(len(labels) for _, labels in batches)
     say(f"measuring {len(places)} points over {count} {name} images")
-    pace, devices = Pace(at_least=0), lj.Workers(1, len(jax.devices()))
+    pace = Pace(at_least=0)
+    devices = lj.Workers(1, len(jax.devices()))
     with Progress(len(places), what="point") as progress:
-        show = lambda done: progress.show(done, None, pace(done, time.monotonic()))
+
+        def show(done):
+            return progress.show(done, None, pace(done, time.monotonic()))
+
         sums = plane.evaluate(measure_of(run), on, places, batches, devices, show)
     return Map(name, count, sums[:, 0] / count, 100 * sums[:, 1] / count)

@@ -71,7 +71,8 @@ def through(
     """
     origin = np.asarray(origin, np.float64)
     nearest = SAME_POINT * np.linalg.norm(origin)
-    basis, taken = np.zeros([0, origin.size]), {}
+    basis = np.zeros([0, origin.size])
+    taken = {}
     for name, point in candidates:
         direction = np.asarray(point, np.float64) - origin
         length = np.linalg.norm(direction)
@@ -122,7 +123,10 @@ def filterwise_random(seed: int, params: Any) -> Any:
         if np.ndim(x) < 2:
             return np.zeros_like(x)
         drawn = rng.standard_normal(np.shape(x)).astype(x.dtype)
-        norm = lambda x: np.sqrt(np.square(x).sum(tuple(range(x.ndim - 1)), keepdims=True))
+
+        def norm(x):
+            return np.sqrt(np.square(x).sum(tuple(range(x.ndim - 1)), keepdims=True))
+
         return drawn * norm(np.asarray(x)) / norm(drawn)
 
     return jax.tree.map(direction, params)
@@ -159,7 +163,8 @@ def evaluate(
     >>> evaluate(square, plane, places, [1.0, 3.0], lj.Workers(1, 2)).tolist()
     [[4.0], [20.0], [100.0]]
     """
-    shared, count = workers.share(plane), workers.num_workers
+    shared = workers.share(plane)
+    count = workers.num_workers
     placed = [workers.share(batch) for batch in batches]
     at_place = workers.map(
         lambda place, plane, batch: function(point_at(plane.value, place), batch.value)

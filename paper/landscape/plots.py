@@ -45,7 +45,8 @@ def levels_of(values: np.ndarray, logarithmic: bool) -> np.ndarray:
     known = values[np.isfinite(values)]
     low, high = (known.min(), known.max()) if known.size else (0.0, 0.0)
     if high - low <= 1e-6 * abs(high):  # flat: one color
-        low, high = low - 0.01 * abs(low) - (low == 0), high + 0.01 * abs(high)
+        low = low - 0.01 * abs(low) - (low == 0)
+        high = high + 0.01 * abs(high)
     if not logarithmic or not known.size:
         return np.linspace(low, high, CONTOURS + 1)
     first = np.quantile(known - low, 1 / CONTOURS)
@@ -158,9 +159,11 @@ def _workers(axes: Any, landscape: Landscape) -> None:
     for mark, (marker, size) in zip(landscape.marks, MARKERS):
         a, b, off = mark.place
         if off < ON_PLANE * width:
-            label, colors = f"{mark.name}: loss {mark.loss:.3g}", (INK, "white")
+            label = f"{mark.name}: loss {mark.loss:.3g}"
+            colors = (INK, "white")
         else:
-            label, colors = f"{mark.name}: {off:.2g} off the plane", ("none", INK)
+            label = f"{mark.name}: {off:.2g} off the plane"
+            colors = ("none", INK)
         style = {"facecolor": colors[0], "edgecolor": colors[1], "linewidths": 0.8}
         axes.scatter(a, b, s=size, marker=marker, zorder=5, label=label, **style)
     a, b, _ = landscape.positions.T

@@ -13,7 +13,8 @@ from paper.landscape.saved_run import SavedRun
 from train.run import resharding
 
 
-CENTER, ALONG = "the center", "along "
+CENTER = "the center"
+ALONG = "along "
 Candidate = tuple[str, np.ndarray]
 
 
@@ -64,12 +65,17 @@ class Points:
     """
 
     def __init__(self, run: SavedRun, worker: int | None):
-        workers, grid = run.experiment.workers, run.config.workers
-        self._run, self._params = run, run.state.params
+        workers = run.experiment.workers
+        grid = run.config.workers
+        self._run = run
+        self._params = run.state.params
         self.pulls = workers.fetch(lj.diagnostics(run.state.opt_state))
         scores = resharding.scores(run.state, run.recent)
         finite = workers.fetch(lj.is_finite(self._params))
-        leaders = lambda worker: leaders_of(worker, self.pulls, scores, grid.nodes)
+
+        def leaders(worker):
+            return leaders_of(worker, self.pulls, scores, grid.nodes)
+
         leading = [w for worker in range(len(scores)) for _, w in leaders(worker)]
         self.worker = self._chosen(worker, scores, finite, leading)
         sound = np.flatnonzero(finite)
@@ -125,7 +131,10 @@ class Points:
         yield from itertools.chain(*((named, center) if self._led else (center, named)))
         for worker in self._by_score:
             yield self.name(worker), self.of(worker)
-        mine = lambda params: jax.tree.map(lambda x: np.asarray(x[self.worker]), params)
+
+        def mine(params):
+            return jax.tree.map(lambda x: np.asarray(x[self.worker]), params)
+
         yield "the start of training", flat(mine(self._run.experiment.init().params))
         for seed in range(8):
             step = flat(plane.filterwise_random(seed, mine(self._params)))

@@ -58,9 +58,12 @@ class SavedRun:
         if data_dir is not None:
             data = dataclasses.replace(config.data, dir=data_dir)
             config = dataclasses.replace(config, data=data)
-        self._checkpoints, self._began = folder / run_folder.CHECKPOINTS, config.workers
+        self._checkpoints = folder / run_folder.CHECKPOINTS
+        self._began = config.workers
         config = dataclasses.replace(config, workers=self._grid(step))
-        self.folder, self.config, self._warn = folder, config, warn
+        self.folder = folder
+        self.config = config
+        self._warn = warn
         # Before Orbax, which initializes jax's devices.
         devices.provide(config.workers.nodes * config.workers.locals)
         self._steps = steps_in(self._checkpoints)
@@ -77,7 +80,8 @@ class SavedRun:
         like = self.experiment.init()
         self._like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         restored = self._latest() if step is None else self._restore(step)
-        self.step, self.state = restored.step, restored.state
+        self.step = restored.step
+        self.state = restored.state
         recent = restored.notes["recent_losses"]
         self.recent = np.array([np.inf if x is None else x for x in recent])
 

@@ -39,7 +39,8 @@ def steps_to_retrace(run: SavedRun, most: int, say: Callable[[str], None]) -> ra
     The range is empty if there are more than `most`, and a line says so.
     """
     steps = range(run.step_before() if most else run.step, run.step)
-    pace, count = run.pace(), len(steps)
+    pace = run.pace()
+    count = len(steps)
     cost = f"{count} steps" + (f", {count / pace:.0f} s at the run's pace" if pace else "")
     path = f"the trajectory from step {steps.start} to {steps.stop}"
     if count > most:
@@ -64,19 +65,27 @@ def retraced(
     Returns:
       [a, b, distance] of all workers before and after every step, [T + 1, W, 3].
     """
-    experiment, workers = run.experiment, run.experiment.workers
+    experiment = run.experiment
+    workers = run.experiment.workers
     if not steps:
         return np.zeros([0, workers.num_workers, 3])
-    look, state = projection(workers, plane), run.state_at(steps.start)
-    seen, backlog, pace = [look(state.params)], experiment.backlog(), Pace(at_least=0)
+    look = projection(workers, plane)
+    state = run.state_at(steps.start)
+    seen = [look(state.params)]
+    backlog = experiment.backlog()
+    pace = Pace(at_least=0)
     with Progress(steps.stop, steps.start) as progress:
         for step in steps:
             state, loss = advance(experiment, state, step)
             backlog.add(loss)
             seen.append(look(state.params))
             progress.show(step + 1, None, pace(step, time.monotonic()))
-        found, there = workers.fetch(seen), workers.fetch(look(run.state.params))
-    equal = lambda x, y: bool(jnp.array_equal(x, y, equal_nan=True))
+        found = workers.fetch(seen)
+        there = workers.fetch(look(run.state.params))
+
+    def equal(x, y):
+        return bool(jnp.array_equal(x, y, equal_nan=True))
+
     if not all(jax.tree.leaves(jax.tree.map(equal, state.params, run.state.params))):
         gap = np.linalg.norm(found[-1] - there, axis=1).max()
         say(

@@ -58,13 +58,14 @@ class Claim(NamedTuple):
         holds: ½ at least
                a share: 0.6, must be ≥ 0.5 (tolerance 1e-03)
         """
-        row, verdict = self.row(), "holds" if self.holds else "FAILS"
+        row = self.row()
+        verdict = "holds" if self.holds else "FAILS"
         rule = f"must be {row['bound']} (tolerance {row['tolerance']})"
         computed = f"{self.computed}: {row['measured']}, {rule}"
         return f"{verdict}: {self.statement}\n       {computed}"
 
 
-class Outcome(NamedTuple):
+class Findings(NamedTuple):
     """The result of checking a statement.
 
     Attributes:

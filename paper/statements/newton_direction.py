@@ -23,7 +23,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from paper.descent import descent, lgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 from train.metrics.drawing import GREY
 
 
@@ -85,7 +85,10 @@ def share_measurer(radii: int, turns: int) -> Callable[..., float]:
     def share(x: np.ndarray, h: np.ndarray, pull: float) -> float:
         z = leaders(x, h, radii, turns)
         pairs = np.stack([np.broadcast_to(x, z.shape), z], axis=1)
-        everywhere = lambda a: np.broadcast_to(a, (len(z), *np.shape(a)))
+
+        def everywhere(a):
+            return np.broadcast_to(a, (len(z), *np.shape(a)))
+
         _, ends = run(pairs, (everywhere(h), everywhere(np.float64(pull))))
         steps = ends[:, 0] - x
         cosines = -(steps @ x) / np.linalg.norm(steps, axis=1) / np.linalg.norm(x)
@@ -94,7 +97,7 @@ def share_measurer(radii: int, turns: int) -> Callable[..., float]:
     return share
 
 
-def check(seed: int = 0, radii: int = 200, turns: int = 400, angles: int = 45) -> Outcome:
+def check(seed: int = 0, radii: int = 200, turns: int = 400, angles: int = 45) -> Findings:
     """Measures the shares. Nothing is random, so the seed has no effect."""
     del seed
     share = share_measurer(radii, turns)
@@ -141,7 +144,7 @@ def check(seed: int = 0, radii: int = 200, turns: int = 400, angles: int = 45) -
         "How small λ must be depends on x. Where ∇f is nearly Newton's direction, λ = 1 is "
         f"too large (κ = 10: share {near[0]:.3f} at {near[1]:.0f}°)."
     ]
-    return Outcome(claims, remarks, draw(grid, curves))
+    return Findings(claims, remarks, draw(grid, curves))
 
 
 def draw(grid: np.ndarray, curves: dict[float, list[float]]) -> Any:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paper.descent import descent, lgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 WORKERS = 4  # p
@@ -39,10 +39,13 @@ CONVEXITY, SMOOTHNESS = CURVATURE.min(), CURVATURE.max()  # m, M
 CONDITION = SMOOTHNESS / CONVEXITY  # κ
 
 # With decreasing steps: σ, l, σ_f and the distance of the start.
-SIGMA, PULL, LOSS_NOISES, DISTANCE = 3.0, 20.0, (0.0, 1.0), 0.3
+SIGMA = 3.0
+PULL = 20.0
+LOSS_NOISES = (0.0, 1.0)
+DISTANCE = 0.3
 
 
-class Setting(NamedTuple):
+class DescentSettings(NamedTuple):
     """The settings of an experiment: floats, or arrays with a value per group.
 
     Attributes:
@@ -59,7 +62,7 @@ class Setting(NamedTuple):
 
 
 def descend(
-    setting_of: Callable[[Any], Setting],
+    setting_of: Callable[[Any], DescentSettings],
     rows: np.ndarray,
     steps: int,
     seed: int,
@@ -75,7 +78,9 @@ def descend(
       distance: every coordinate of the workers' start; the minimum is at 0.
     """
     dimension = len(CURVATURE)
-    at = lambda schedule, k: schedule(k) if callable(schedule) else schedule
+
+    def at(schedule, k):
+        return schedule(k) if callable(schedule) else schedule
 
     def method(row, key):
         rate, pull, *_ = setting_of(row)
@@ -86,33 +91,36 @@ def descend(
         _, _, sigma, sigma_f = setting_of(row)
         draws = jax.random.normal(jax.random.fold_in(key, k), (dimension + 1,))
         grad = jnp.asarray(CURVATURE) * x
-        value, noise = jnp.sum(grad * x) / 2, sigma / jnp.sqrt(dimension) * draws[1:]
+        value = jnp.sum(grad * x) / 2
+        noise = sigma / jnp.sqrt(dimension) * draws[1:]
         return value + sigma_f * draws[0], grad + noise
 
-    height = lambda before, *_: jnp.sum(jnp.asarray(CURVATURE) * before[0] ** 2) / 2
+    def height(before, *_):
+        return jnp.sum(jnp.asarray(CURVATURE) * before[0] ** 2) / 2
+
     groups = len(rows), WORKERS
     keys = jax.random.split(jax.random.key(seed), groups)
     starts = np.full((*groups, dimension), distance)
     return descent(method, noisy, steps, height)(starts, (rows,), (keys,))[0].mean(axis=1)
 
 
-def bound(setting: Setting) -> float:
+def bound(setting: DescentSettings) -> float:
     """Returns ½ηκσ² + (4/m)λ√p σ_f."""
     rate, pull, sigma, sigma_f = setting
     by_gradients = rate * CONDITION * sigma**2 / 2
     return by_gradients + 4 / CONVEXITY * pull * np.sqrt(WORKERS) * sigma_f
 
 
-def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Outcome:
+def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Findings:
     """Compares all combinations of pulls and noises, `groups` groups of each."""
     rate = 1 / (2 * SMOOTHNESS)
     settings = [
-        Setting(rate, fraction / (2 * CONDITION) / rate, 1.0, sigma_f)
+        DescentSettings(rate, fraction / (2 * CONDITION) / rate, 1.0, sigma_f)
         for fraction in (0.0, 0.1, 1.0)
         for sigma_f in (0.0, 1.0, 10.0)
     ]
     rows = np.repeat(np.array(settings), groups, axis=0)
-    heights = descend(lambda row: Setting(*row), rows, steps, seed)
+    heights = descend(lambda row: DescentSettings(*row), rows, steps, seed)
     means = heights.reshape(len(settings), groups, steps).mean(axis=1)
     reached = means[:, steps // 2 :].max(axis=1)
     allowed = np.array([bound(setting) for setting in settings])
@@ -123,14 +131,19 @@ def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Outcome:
         float((reached / allowed).max()),
         1.0,
     )
-    return Outcome([claim])
+    return Findings([claim])
 
 
-def decreasing(row: Any) -> Setting:
+def decreasing(row: Any) -> DescentSettings:
     """Returns the setting with η_k and λ_k for a row (σ_f,)."""
-    late = lambda k: k + 4 * CONDITION
-    rate = lambda k: 2 / (CONVEXITY * late(k))
-    return Setting(rate, lambda k: PULL / late(k), SIGMA, row[0])
+
+    def late(k):
+        return k + 4 * CONDITION
+
+    def rate(k):
+        return 2 / (CONVEXITY * late(k))
+
+    return DescentSettings(rate, lambda k: PULL / late(k), SIGMA, row[0])
 
 
 def constant(sigma_f: float) -> float:
@@ -147,7 +160,7 @@ def slope(late: np.ndarray, heights: np.ndarray) -> float:
     return float(np.polyfit(np.log(late[tail]), np.log(heights[tail]), 1)[0])
 
 
-def check_decreasing(seed: int = 0, groups: int = 100, steps: int = 10000) -> Outcome:
+def check_decreasing(seed: int = 0, groups: int = 100, steps: int = 10000) -> Findings:
     """Compares the heights with the bound, for both levels of noise in the losses."""
     rows = np.repeat(np.array(LOSS_NOISES)[:, None], groups, axis=0)
     heights = descend(decreasing, rows, steps, seed, DISTANCE)
@@ -172,4 +185,4 @@ def check_decreasing(seed: int = 0, groups: int = 100, steps: int = 10000) -> Ou
             0.05,
         ),
     ]
-    return Outcome(claims)
+    return Findings(claims)

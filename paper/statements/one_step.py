@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paper.descent import descent, lgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 class Cases(NamedTuple):
@@ -66,7 +66,8 @@ def draw_cases(rng: np.random.Generator, count: int, largest: float = 1.0) -> Ca
     spectrum = 10 ** rng.uniform(-1, 1, (count, dimension))
     hessian = (rotation * spectrum[:, None]) @ rotation.swapaxes(1, 2)
     bend = rng.choice([0.0, 1.0], count) * rng.uniform(0, 10, count)
-    least, greatest = spectrum.min(axis=1), spectrum.max(axis=1) + bend
+    least = spectrum.min(axis=1)
+    greatest = spectrum.max(axis=1) + bend
 
     scale = 10 ** rng.uniform(-1, 1, (count, 1))
     x = scale * rng.standard_normal((count, dimension))
@@ -86,7 +87,8 @@ def draw_cases(rng: np.random.Generator, count: int, largest: float = 1.0) -> Ca
     rate = np.where(kind == 0, 1.0, 10 ** rng.uniform(-3, 0, count)) / (2 * greatest)
     fraction = np.where(kind == 1, 1.0, 10 ** rng.uniform(-3, 0, count))
     pull = fraction * least / (2 * greatest) / rate
-    rate, pull = largest * rate, pull * largest
+    rate = largest * rate
+    pull = pull * largest
     return Cases(hessian, bend, least, greatest, x, z, noise, rate, pull)
 
 
@@ -97,7 +99,9 @@ def step_heights(cases: Cases) -> np.ndarray:
         value, grad = jax.value_and_grad(height)(x, hessian, bend)
         return value, grad + noise
 
-    method = lambda hessian, bend, rate, pull, noise: lgd(rate, lambda _: rate * pull)
+    def method(hessian, bend, rate, pull, noise):
+        return lgd(rate, lambda _: rate * pull)
+
     starts = np.stack([cases.x, cases.x, cases.z], axis=1)
     noises = np.stack([cases.noise, -cases.noise, 0 * cases.noise], axis=1)
     shared = cases.hessian, cases.bend, cases.rate, cases.pull
@@ -119,10 +123,11 @@ def bounds(cases: Cases) -> np.ndarray:
     )
 
 
-def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Outcome:
+def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Findings:
     """Compares the step with the bound in random cases."""
     drawn = draw_cases(np.random.default_rng(seed), cases, largest)
-    expected, bound = step_heights(drawn), bounds(drawn)
+    expected = step_heights(drawn)
+    bound = bounds(drawn)
     before = np.asarray(heights(drawn.x, drawn.hessian, drawn.bend))
     scale = before + np.square(drawn.noise).sum(axis=1) * drawn.rate
     excess = (expected - bound) / scale
@@ -132,4 +137,4 @@ def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Outcome:
         float(excess.max()),
         tolerance=1e-14,
     )
-    return Outcome([claim])
+    return Findings([claim])

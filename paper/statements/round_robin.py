@@ -30,7 +30,7 @@ import optax
 from matplotlib import pyplot as plt
 
 from paper.descent import descent, easgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 def round_map(eta: Any, alpha: Any, workers: int) -> np.ndarray:
@@ -62,11 +62,13 @@ def limit(eta: np.ndarray) -> np.ndarray:
 
 def largest_stable(eta: np.ndarray, workers: int) -> np.ndarray:
     """Returns the largest stable α by bisection, from 0 (stable) to 2.5 (unstable)."""
-    low, high = np.zeros_like(eta), np.full_like(eta, 2.5)
+    low = np.zeros_like(eta)
+    high = np.full_like(eta, 2.5)
     for _ in range(60):
         middle = (low + high) / 2
         stable = radius(round_map(eta, middle, workers)) <= 1 + 1e-12
-        low, high = np.where(stable, middle, low), np.where(stable, high, middle)
+        low = np.where(stable, middle, low)
+        high = np.where(stable, high, middle)
     return low
 
 
@@ -95,7 +97,7 @@ def library_map(eta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     return columns.reshape(2, count, 2).transpose(1, 2, 0)
 
 
-def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
+def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Findings:
     """Maps the stable region. Nothing is random, so the seed has no effect."""
     del seed
     counts = range(1, workers + 1)
@@ -148,7 +150,7 @@ def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
         f"largest stable α exceeds (4 − 2η)/(4 − η) by up to {excess}."
     ]
     pair = radius(round_map(eta_all, alpha_all, 2))
-    return Outcome(claims, remarks, draw(eta_all, alpha_all, [radius(matrix), pair]))
+    return Findings(claims, remarks, draw(eta_all, alpha_all, [radius(matrix), pair]))
 
 
 def draw(eta: np.ndarray, alpha: np.ndarray, radii: list[np.ndarray]) -> Any:

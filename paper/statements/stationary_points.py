@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paper.descent import descent, easgd, lgd
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 RATE, PULL = 0.1, 0.08  # η; λ = ρ
@@ -54,7 +54,10 @@ def settle_literally(starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.nd
         return values.sum() + PULL / 2 * jnp.square(gaps).sum()
 
     def run(x, tilt):
-        one = lambda x, _: (x - RATE * jax.grad(objective)(x, tilt), None)
+
+        def one(x, _):
+            return (x - RATE * jax.grad(objective)(x, tilt), None)
+
         return jax.lax.scan(one, x, length=steps)[0]
 
     return np.asarray(jax.jit(jax.vmap(run))(starts, tilts))
@@ -83,7 +86,7 @@ def leader_of(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
     return np.take_along_axis(x, first[:, None, None], axis=1)
 
 
-def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
+def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Findings:
     """Runs both methods in random landscapes until they are at rest."""
     rng = np.random.default_rng(seed)
     tilts = rng.uniform(0.02, 0.2, (landscapes, 2))
@@ -91,12 +94,14 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
     starts = np.stack([one[rng.permutation(len(CORNERS))] for one in starts])
 
     ends = {name: settle(name, starts, tilts, steps) for name in METHODS}
-    x, kept = ends["LSGD"], led_apart(ends["LSGD"], tilts)
+    x = ends["LSGD"]
+    kept = led_apart(ends["LSGD"], tilts)
     first = leader_of(x, tilts)
     at_leader = norms(gradients(first, tilts))[kept]
     balance = norms(gradients(x, tilts) + PULL * (x - first))[kept]
 
-    y, apart = ends["EASGD"], led_apart(ends["EASGD"], tilts)
+    y = ends["EASGD"]
+    apart = led_apart(ends["EASGD"], tilts)
     center = y.mean(axis=1, keepdims=True)
     elastic = norms(gradients(y, tilts) + PULL * (y - center))[apart]
     at_workers = norms(gradients(y, tilts))[apart]
@@ -105,8 +110,12 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
     z = settle_literally(starts, tilts, steps)
     unlike = norms(gradients(leader_of(z, tilts), tilts))[led_apart(z, tilts)]
 
-    worst = lambda found: float(found.max()) if found.size else float("nan")
-    least = lambda found: float(found.min()) if found.size else float("nan")
+    def worst(found):
+        return float(found.max()) if found.size else float("nan")
+
+    def least(found):
+        return float(found.min()) if found.size else float("nan")
+
     claims = [
         Claim(
             "LSGD at rest, one leader: ∇f(leader) = 0",
@@ -141,4 +150,4 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
         "points have ∇f(leader) = λΣ(x_i − leader), which is not 0: gradient descent came "
         f"to rest with ‖∇f(leader)‖ ≥ {least(unlike):.2g} in {unlike.size} landscapes."
     ]
-    return Outcome(claims, remarks)
+    return Findings(claims, remarks)

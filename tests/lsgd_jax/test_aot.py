@@ -28,7 +28,7 @@ from lsgd_jax import aot
 from lsgd_jax._src.aot import buffers, kernels, links, memory, pod
 from lsgd_jax._src.aot.collectives import Placement, collectives_of, exposed
 from lsgd_jax._src.aot.groups import groups_of
-from lsgd_jax._src.aot.hlo import Program
+from lsgd_jax._src.aot.hlo import HloModule
 from lsgd_jax._src.aot.shapes import carry_of
 
 
@@ -43,7 +43,7 @@ HEAD = "HloModule step, is_scheduled=true\n\n"
 
 def found(text, splits):
     placed = Placement([0, 0, 0, 0, 1, 1, 1, 1], splits)
-    return {each.name: each for each in collectives_of(Program(text), placed)}
+    return {each.name: each for each in collectives_of(HloModule(text), placed)}
 
 
 def test_a_tpu_program_is_read():
@@ -159,7 +159,7 @@ backend_config={"known_trip_count":{"n":"3"}}
 """
     turn, larger = 4 * (8 + 8 + 1), 4 * (3 * 8 + 8)
     product = 4 * (3 * 8 + 8 * 2 + 3 * 2)
-    assert kernels.moved(Program(text)) == 3 * turn + product + larger
+    assert kernels.moved(HloModule(text)) == 3 * turn + product + larger
 
 
 def test_the_largest_buffers_are_those_that_are_alive_together():

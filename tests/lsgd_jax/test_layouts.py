@@ -40,10 +40,16 @@ GRIDS = [(2, 2, 2), (1, 2, 4), (2, 1, 4), (2, 2, 4)]
 
 def network(workers, specs=SPECS, sizes=SIZES):
     """Returns parameters, equal on all workers, and a batch for each worker."""
-    draw = lambda *shape: np.random.default_rng(sum(shape)).normal(size=shape)
-    shaped = lambda shape: draw(*shape).astype(np.float32)
+
+    def draw(*shape):
+        return np.random.default_rng(sum(shape)).normal(size=shape)
+
+    def shaped(shape):
+        return draw(*shape).astype(np.float32)
+
     params = jax.tree.map(shaped, sizes, is_leaf=lambda x: isinstance(x, tuple))
-    inputs, outputs = sizes["in"]["kernel"][0], sizes["out"]["kernel"][1]
+    inputs = sizes["in"]["kernel"][0]
+    outputs = sizes["out"]["kernel"][1]
     W = workers.num_workers
     batch = shaped((W, 6, inputs)), shaped((W, 6, outputs))
     return workers.replicate(params, specs), workers.put(batch)
@@ -85,7 +91,10 @@ def trained(workers, tx, specs=SPECS, step=None):
 
 
 def close(tree, other, rtol=1e-6):
-    compare = lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
+
+    def compare(x, y):
+        return np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
+
     jax.tree.map(compare, *jax.device_get((tree, other)))
 
 
@@ -124,7 +133,8 @@ NARROW = {
 def test_shards_travel_in_narrow_formats(method):
     """A shard consists of whole blocks of its leaf, so the numbers are the same."""
     specs = {"in": {"kernel": P("fsdp"), "bias": P("fsdp")}, "out": P("fsdp")}
-    sharded, whole = lj.Workers(2, 2, inside={"fsdp": 2}), lj.Workers(2, 2)
+    sharded = lj.Workers(2, 2, inside={"fsdp": 2})
+    whole = lj.Workers(2, 2)
     tx = optax.chain(SGD, NARROW[method](lj.Wire("int8", block=8)))
     params, state = trained(sharded, tx, specs)
     expected, whole_state = trained(whole, tx, None)
@@ -143,7 +153,10 @@ def test_an_exchange_moves_shards(method):
     sizes = {"in": {"kernel": (64, 128), "bias": (128,)}, "out": {"kernel": (128, 32)}}
     params, batch = network(workers, SPECS, sizes)
     tx = METHODS[method]()
-    exchange_only = lambda p, s, g: tx.update(g, s, p, value=jnp.float32(1))
+
+    def exchange_only(p, s, g):
+        return tx.update(g, s, p, value=jnp.float32(1))
+
     state = workers.map(tx.init)(params)
     text = workers.map(exchange_only).lower(params, state, params).compile().as_text()
     smallest = 64 * 128
@@ -193,7 +206,10 @@ def _step_of_ones(tx, x, state):
 def test_specs_may_be_a_prefix_a_tree_or_a_function():
     workers = lj.Workers(2, 1, inside={"fsdp": 2, "model": 2})
     tree = {"a": {"b": np.zeros([2, 4, 8]), "c": np.zeros([2, 12])}, "key": np.zeros(2)}
-    spec = lambda placed: placed["a"]["b"].sharding.spec
+
+    def spec(placed):
+        return placed["a"]["b"].sharding.spec
+
     assert spec(workers.put(tree)) == P("node")
     one = workers.put(tree, {"a": P(("fsdp", "model")), "key": None})
     assert spec(one) == P("node", ("fsdp", "model"))
@@ -228,9 +244,12 @@ def test_specs_that_do_not_fit_are_refused(specs, problem):
 
 def test_specs_with_another_function_in_a_field_are_told_so_in_one_line():
     """As of a `TrainState` that was made once more, with an `apply_fn` of its own."""
-    make = lambda: TrainState.create(
-        apply_fn=lambda x: x, params={"w": jnp.ones(4)}, tx=optax.sgd(0.1)
-    )
+
+    def make():
+        return TrainState.create(
+            apply_fn=lambda x: x, params={"w": jnp.ones(4)}, tx=optax.sgd(0.1)
+        )
+
     specs = {"model": jax.tree.map(lambda _: P(), make())}
     with pytest.raises(ValueError, match="but the TrainState at 'model' has other ") as got:
         lj.Workers(2, inside={"fsdp": 4}).replicate({"model": make()}, specs)
@@ -251,7 +270,9 @@ def test_a_shard_map_of_the_user_may_have_automatic_axes():
     close(jax.jit(lambda *given: step(*given)[0])(params, state, batch), expected)
     names = ("node", "local", "fsdp")
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
-    one = lambda tree: jax.tree.map(lambda x: x[0], tree)
+
+    def one(tree):
+        return jax.tree.map(lambda x: x[0], tree)
 
     def init_and_step(params, batch):
         params, batch = one((params, batch))
@@ -289,7 +310,8 @@ def test_training_continues_with_other_workers_and_another_size_inside():
 
 # A mesh of the user
 
-ONE, BOTH = ("replica",), ("replica", "data")
+ONE = ("replica",)
+BOTH = ("replica", "data")
 
 
 def user_mesh(kind=AxisType.Auto):
@@ -303,7 +325,8 @@ def user_mesh(kind=AxisType.Auto):
 )
 def test_workers_on_a_mesh_of_the_user_compute_the_same(axes, set_mesh):
     """Sharding constraints on the other axes work, as specs and as a NamedSharding."""
-    mesh, tx = user_mesh(), METHODS["lsgd"]()
+    mesh = user_mesh()
+    tx = METHODS["lsgd"]()
     theirs = lj.Workers(mesh=mesh, axes=axes)
     ours = lj.Workers(theirs.nodes, theirs.locals, inside={"fsdp": 2})
     kernel = jax.sharding.NamedSharding(mesh, P(None, "fsdp"))
@@ -327,7 +350,8 @@ def test_methods_accept_the_names_of_the_mesh():
     found = []
     for axes in ("replica", ("node", "local")):
         tx = optax.chain(SGD, lj.diloco(2, axes=axes))
-        step, state = workers.map(step_of(tx)), workers.map(tx.init)(params)
+        step = workers.map(step_of(tx))
+        state = workers.map(tx.init)(params)
         after, state, _ = step(*step(params, state, batch)[:2], batch)
         found.append(workers.fetch((after, lj.center(after, state))))
         anchor = state[-1].pulls[0].rule.anchor
@@ -369,7 +393,8 @@ def trained_on(kind, axes, tx, set_mesh=True):
 )
 def test_explicit_axes_give_the_numbers_of_automatic_ones(method, axes):
     """With and without the mesh as context. Counters of bytes are compared as well."""
-    tx, is_first = EXPLICIT[method](), axes == ONE
+    tx = EXPLICIT[method]()
+    is_first = axes == ONE
     expected = trained_on(AxisType.Auto, axes, tx)
     found = trained_on(AxisType.Explicit, axes, tx, set_mesh=is_first)
     close(found, expected, rtol=1e-5)
@@ -388,9 +413,11 @@ QUICKLY = [("int8", "explicit")]
 @pytest.mark.parametrize("method, kind", mostly_slow(WITH_ONES, fast=QUICKLY))
 def test_axes_of_size_1_change_nothing(method, kind):
     """Specs may name them, and are those of the program, with the axis of the workers."""
-    tx, without = (METHODS | EXPLICIT)[method](), lj.Workers(2, 1, inside={"fsdp": 4})
+    tx = (METHODS | EXPLICIT)[method]()
+    without = lj.Workers(2, 1, inside={"fsdp": 4})
     if kind == "inside":
-        workers, specs = lj.Workers(2, 1, inside={"fsdp": 4, "tensor": 1}), ONES
+        workers = lj.Workers(2, 1, inside={"fsdp": 4, "tensor": 1})
+        specs = ONES
     else:
         types = (KINDS[kind],) * 3
         mesh = jax.make_mesh((2, 4, 1), ("data", "fsdp", "tensor"), axis_types=types)
@@ -411,7 +438,10 @@ def test_specs_of_a_state_reach_its_leaves_past_nodes_that_are_none(whole):
     """A `Shared` has an axes of None, and a program makes its specs of the whole state."""
     workers = lj.Workers(2, inside={"fsdp": 4})
     tree = {"a": lj.Shared(jnp.ones(3)), "b": None, "w": jnp.ones([8, 2]), "z": None}
-    spec_of = lambda x: P("fsdp") if x.ndim == 2 else None
+
+    def spec_of(x):
+        return P("fsdp") if x.ndim == 2 else None
+
     specs = jax.tree.map(spec_of, tree) if whole else {**tree, "a": P(), "w": P("fsdp")}
     placed = workers.replicate(tree, specs)
     assert placed["w"].sharding.spec == P("node", "fsdp")
@@ -430,12 +460,14 @@ def test_functions_of_a_worker_see_explicit_types():
     @workers.map
     def step(x, state, batch, rate):
         tx = lj.lsgd(rate, 0.2, 1, 1)  # as `inject_hyperparams` calls it
-        loss, u = judge(x, batch), jax.tree.map(jnp.zeros_like, x)
+        loss = judge(x, batch)
+        u = jax.tree.map(jnp.zeros_like, x)
         u, state = tx.update(u, state, x, value=loss)
         return lj.apply_updates(x, u), state, lj.rules.Group("node").mean(x["w"])
 
     state = workers.map(lj.lsgd(0.1, 0.2, 1, 1).init)(x)
-    batch, rate = np.ones([2, 8]), workers.put(np.full(2, 0.1))
+    batch = np.ones([2, 8])
+    rate = workers.put(np.full(2, 0.1))
     x, state, mean = step(x, state, batch, rate)
     assert set(seen) == {SPREAD["w"]} and lj.consensus(x)["n"] == 0
     assert mean.sharding.spec == P("replica", None, "fsdp")
@@ -459,7 +491,8 @@ def test_an_invalid_mesh_is_refused():
 
 
 def test_arrays_of_an_explicit_mesh_are_accepted():
-    explicit, mesh = user_mesh(AxisType.Explicit), user_mesh()
+    explicit = user_mesh(AxisType.Explicit)
+    mesh = user_mesh()
     x = np.arange(16.0, dtype=np.float32).reshape(2, 8)
     lies = jax.sharding.NamedSharding(explicit, P("replica", "fsdp"))
     workers = lj.Workers(mesh=mesh, axes="replica")

@@ -4,7 +4,7 @@ import pytest
 
 from paper import __main__ as paper
 from paper import theory
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 def test_help_names_every_experiment(capsys):
@@ -53,7 +53,7 @@ def test_existing_files_are_left_alone(out, tmp_path, refusal):
 def test_every_run_gets_a_new_folder_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     claim = Claim("zero is at most zero", "0", 0.0)
-    monkeypatch.setitem(theory.CHECKS, "round-robin", lambda seed: Outcome([claim]))
+    monkeypatch.setitem(theory.CHECKS, "round-robin", lambda seed: Findings([claim]))
     for _ in range(2):
         assert paper.main(["theory", "--only", "round-robin"]) == 0
     folders = sorted((tmp_path / "runs").iterdir())

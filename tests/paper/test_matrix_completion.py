@@ -57,7 +57,7 @@ def by_hand(u, x, rate, pull, iterations, lead):
 
 def curves_of(**options):
     with jax.enable_x64(True):
-        return matrix_completion.curves_of(matrix_completion.Options(**options))
+        return matrix_completion.curves_of(matrix_completion.CompletionOptions(**options))
 
 
 def test_both_methods_follow_their_equations():

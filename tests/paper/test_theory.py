@@ -19,7 +19,7 @@ from paper.statements import (
     round_robin,
     stationary_points,
 )
-from paper.statements.claim import Claim, Outcome
+from paper.statements.claim import Claim, Findings
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_without_a_pull_the_variance_is_that_of_sgd():
     """E f = Σ h_k/2 · (ησ)²/d / (1 − (1 − ηh_k)²) in the end, exactly."""
     rate, sigma, groups = 0.05, 2.0, 200
     rows = np.zeros((groups, 1))
-    setting = lambda row: noisy_leader.Setting(rate, 0.0, sigma, 5.0)
+    setting = lambda row: noisy_leader.DescentSettings(rate, 0.0, sigma, 5.0)
     heights = noisy_leader.descend(setting, rows, 600, seed=0)[:, 200:].mean(axis=1)
     h = noisy_leader.CURVATURE
     wanted = np.sum(h / 2 * (rate * sigma) ** 2 / len(h) / (1 - (1 - rate * h) ** 2))
@@ -83,7 +83,7 @@ def test_without_a_pull_the_variance_is_that_of_sgd():
 
 
 def test_constant_steps_have_no_rate(monkeypatch):
-    constant = lambda row: noisy_leader.Setting(0.05, 0.5, 3.0, row[0])
+    constant = lambda row: noisy_leader.DescentSettings(0.05, 0.5, 3.0, row[0])
     monkeypatch.setattr(noisy_leader, "decreasing", constant)
     assert not all_hold(noisy_leader.check_decreasing(groups=10, steps=2000))
 
@@ -141,7 +141,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
 
 def test_a_statement_that_fails_is_status_1(tmp_path, capsys, monkeypatch):
-    wrong = Outcome([Claim("one is at most zero", "1", 1.0)])
+    wrong = Findings([Claim("one is at most zero", "1", 1.0)])
     monkeypatch.setitem(theory.CHECKS, "one-step", lambda seed: wrong)
     assert paper.main(["theory", "--only", "one-step", "--out", str(tmp_path)]) == 1
     assert "FAILS: one is at most zero" in capsys.readouterr().out

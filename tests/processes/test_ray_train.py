@@ -112,7 +112,7 @@ def test_progress_is_seen_by_changes_whatever_the_file_servers_clock_says(
     now = [1000.0]
     monkeypatch.setattr(ray_train.time, "monotonic", lambda: now[0])
     path = tmp_path / "metrics.jsonl"
-    progress = ray_train.Progress(path)
+    progress = ray_train.ProgressFile(path)
     for late in (2000, -2000):  # the clock of the file server
         now[0] += 100
         path.write_text(f"{late}\n")

@@ -119,7 +119,7 @@ def test_candidates_for_measured_values(inside, everywhere, expected, planned, m
 
 def test_a_plan_that_simulates_says_so(monkeypatch, capsys):
     """It takes minutes, and JSON has standard output to itself."""
-    pace = engine.Pace(0.1, 0.0, 0.0, 0.0, 0.1, 0.1)
+    pace = engine.SimulatedPace(0.1, 0.0, 0.0, 0.0, 0.1, 0.1)
     for name in ("lock_step", "free_running"):
         monkeypatch.setattr(engine, name, lambda *given: pace)
     for more in ([], ["--slow", "0", "2"]):

@@ -96,7 +96,8 @@ class Board:
     def begin(self, size: int) -> None:
         """Notes that a group of processes starts."""
         self.explain("Ray has lost or replaced a process or a host")
-        self._left, self._is_explained = set(range(size)), False
+        self._left = set(range(size))
+        self._is_explained = False
 
     def explain(self, reason: str) -> None:
         """Says why the group is restarted, unless another process has said so."""
@@ -110,12 +111,14 @@ class Board:
 
     def explain_by_silence(self) -> None:
         """Names the processes that have not ended although the others miss them."""
-        if silent := " and ".join(f"process {rank}" for rank in sorted(self._left)):
+        silent = " and ".join(f"process {rank}" for rank in sorted(self._left))
+        if silent:
             self.explain(f"{silent} no longer answered")
 
     def take(self) -> list[str]:
         """Returns the lines to show, and forgets them."""
-        taken, self._lines = self._lines, []
+        taken = self._lines
+        self._lines = []
         return taken
 
     def ask(self, number: int) -> None:
@@ -137,9 +140,11 @@ class Board:
 
 def work(given: dict[str, Any]) -> None:
     """Runs one process of the group, in a thread of Ray Train. Raises to be restarted."""
-    job, board = given["job"], given["board"]
+    job = given["job"]
+    board = given["board"]
     context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
+    size = context.get_world_size()
     if rank == 0:
         ray.get(board.begin.remote(size))
     mine = f"{ray.util.get_node_ip_address()}:{free_port()}"
@@ -174,11 +179,14 @@ def _pass_on(child: subprocess.Popen[str], rank: int, board: Any) -> None:
 
 def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) -> int:
     """Waits for a process to end. Returns the signal that requested it to stop, or 0."""
-    progress, asked = Progress(job.metrics_file), 0
+    progress = ProgressFile(job.metrics_file)
+    asked = 0
     while child.poll() is None:
         time.sleep(LOOK_S)
-        if not asked and (asked := ray.get(board.asked.remote())):
-            child.send_signal(asked)
+        if not asked:
+            asked = ray.get(board.asked.remote())
+            if asked:
+                child.send_signal(asked)
         silent = progress.silence()
         if is_main and silent > job.options.progress_timeout:
             line = f"no progress for {silent:.0f} s (--ray.progress-timeout)"
@@ -188,21 +196,24 @@ def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) ->
     return asked
 
 
-class Progress:
+class ProgressFile:
     """The progress of a run, seen in a file that changes with it.
 
     A file server has a clock of its own, so only changes of its times count.
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._seen = path, _written(path)
+        self._path = path
+        self._seen = _written(path)
         self._changed = time.monotonic()
 
     def silence(self) -> float:
         """Returns the seconds since a change was last seen."""
-        now, written = time.monotonic(), _written(self._path)
+        now = time.monotonic()
+        written = _written(self._path)
         if written != self._seen:
-            self._seen, self._changed = written, now
+            self._seen = written
+            self._changed = now
         return now - self._changed
 
 
@@ -231,7 +242,8 @@ def run(
     Returns:
       The exit status, and the reason why the processes have not ended by themselves, or ''.
     """
-    options, nodes = config.ray, config.workers.nodes
+    options = config.ray
+    nodes = config.workers.nodes
     files = config_file, metrics_file
     job = Job(tuple(arguments), *files, nodes, options, os.getcwd())
     patience = options.start_timeout
@@ -244,7 +256,7 @@ def run(
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(patience),
     }
     engine = lj.asynchronous.ray_engine
-    placed = engine.Options(
+    placed = engine.ClusterOptions(
         address=options.address,
         num_cpus=options.cpus_per_worker,
         num_gpus=options.gpus_per_worker,
@@ -272,7 +284,8 @@ def _storage(folder: pathlib.Path) -> Generator[str]:
 def _trainer(job: Job, board: Any, storage: str) -> JaxTrainer:
     """The trainer of Ray Train, which starts the processes."""
     options = job.options
-    processes, least = options.processes or 1, options.min_processes
+    processes = options.processes or 1
+    least = options.min_processes
     resources = {"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker}
     scaling = ScalingConfig(
         num_workers=processes if least is None else (least, processes),

@@ -162,7 +162,8 @@ def _check_agreement(session: Session, config: Config, processes: int | None) ->
     all_settings = [json.loads(text) for text in session.gather(json.dumps(mine))]
     for process, theirs in enumerate(all_settings):
         for name in all_settings[0] | theirs:
-            value, other = all_settings[0].get(name), theirs.get(name)
+            value = all_settings[0].get(name)
+            other = theirs.get(name)
             if other != value:
                 raise ValueError(
                     f"`{name}` must be the same in all processes, got {value!r} in process "
@@ -230,7 +231,8 @@ def _claim(arguments: Mapping[str, Any]) -> None:
     Raises:
       OSError: another process of this host has this number.
     """
-    given, process_id = arguments.get("coordinator_address"), arguments.get("process_id")
+    given = arguments.get("coordinator_address")
+    process_id = arguments.get("process_id")
     if given is None or process_id is None or not hasattr(socket, "AF_UNIX"):
         return
     with socket.socket(socket.AF_UNIX) as claim:

@@ -46,7 +46,8 @@ class Session:
     """
 
     def __init__(self, process_id: int = 0, hosts: Sequence[str] = ("localhost",)):
-        self.process_id, self.hosts = process_id, list(hosts)
+        self.process_id = process_id
+        self.hosts = list(hosts)
         self.where: Callable[[], str] = lambda: "before training began"
 
     @property

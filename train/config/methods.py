@@ -187,7 +187,7 @@ ROWS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class MethodConfig:
     """A method and its options. Each row has a subclass with the options as fields.
 
     Attributes:
@@ -304,7 +304,9 @@ def _options(function: Factory, row: Row) -> type:
 
     Its docstring is that of the function, in which tyro finds the help of the options.
     """
-    hints, doc, fields = typing.get_type_hints(function), inspect.getdoc(function), []
+    hints = typing.get_type_hints(function)
+    doc = inspect.getdoc(function)
+    fields = []
     for name, parameter in inspect.signature(function).parameters.items():
         option = row.renamed.get(name, name)
         given = name in row.made or option in GIVEN or parameter.kind in PACKED
@@ -343,13 +345,13 @@ def _kind(hint: Any, default: Any) -> Any:
     return None
 
 
-def _class(row: Row) -> type[Method]:
+def _class(row: Row) -> type[MethodConfig]:
     options = [_options(function, row) for function in row.functions]
     _check_merge(row, options)
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),
         (),
-        bases=(*options, Method),
+        bases=(*options, MethodConfig),
         namespace={
             "__module__": __name__,
             "name": row.name,
@@ -379,7 +381,7 @@ def _check_merge(row: Row, options: list[type]) -> None:
                 )
 
 
-METHODS: Mapping[str, type[Method]] = {row.name: _class(row) for row in ROWS}
+METHODS: Mapping[str, type[MethodConfig]] = {row.name: _class(row) for row in ROWS}
 
 
 def _own(name: str) -> Row:
@@ -415,7 +417,8 @@ def _own(name: str) -> Row:
     def checked(*args: Any, **options: Any) -> Any:
         made = factory(*args, **options)
         if _place(type(made)) != place:
-            kind, says = type(made).__name__, getattr(result, "__name__", result)
+            kind = type(made).__name__
+            says = getattr(result, "__name__", result)
             raise ValueError(f"{refusal}it returned {kind}, its annotation says {says}")
         return made
 
@@ -433,7 +436,7 @@ def _place(kind: Any) -> str | None:
 
 
 @functools.cache
-def find(name: str) -> type[Method]:
+def find(name: str) -> type[MethodConfig]:
     """The class of a method.
 
     Raises:
@@ -449,7 +452,7 @@ def find(name: str) -> type[Method]:
     return METHODS[name]
 
 
-def make(name: str, *values: Any, **options: Any) -> Method:
+def make(name: str, *values: Any, **options: Any) -> MethodConfig:
     """A method with the given options; raises ValueError like `find`.
 
     >>> make("easgd", period=4).period

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from train.config import methods
-from train.config.methods import METHODS, Method, find
+from train.config.methods import METHODS, MethodConfig, find
 from train.data.text import Tokens
 
 
-class Rule(NamedTuple):
+class Condition(NamedTuple):
     """A condition on the value of a setting. None always meets it.
 
     Attributes:
@@ -77,14 +77,14 @@ def _ascend(steps: tuple[int, ...]) -> bool:
 
 LONGEST_NAME = 200  # bytes; file systems take 255, and a date follows it
 
-COUNT = Rule("a positive int", lambda x: type(x) is int and x > 0)
-NAME = Rule(f"a name for a folder, of at most {LONGEST_NAME} bytes", _is_name)
-NOT_EMPTY = Rule("a path, not empty", bool)
-POSITIVE = Rule("positive and finite", lambda x: 0 < x < math.inf)
-NOT_NEGATIVE = Rule("at least 0 and finite", lambda x: 0 <= x < math.inf)
-BELOW_ONE = Rule("in [0, 1)", lambda x: 0 <= x < 1)
-SEED = Rule("in [0, 2**32)", lambda x: 0 <= x < 2**32)
-SHARE = Rule(
+COUNT = Condition("a positive int", lambda x: type(x) is int and x > 0)
+NAME = Condition(f"a name for a folder, of at most {LONGEST_NAME} bytes", _is_name)
+NOT_EMPTY = Condition("a path, not empty", bool)
+POSITIVE = Condition("positive and finite", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Condition("at least 0 and finite", lambda x: 0 <= x < math.inf)
+BELOW_ONE = Condition("in [0, 1)", lambda x: 0 <= x < 1)
+SEED = Condition("in [0, 2**32)", lambda x: 0 <= x < 2**32)
+SHARE = Condition(
     "a fraction of one, or a whole number",
     lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0,
 )
@@ -93,7 +93,8 @@ Positive = Annotated[float, POSITIVE]
 
 # Notes for settings that may change when a run is resumed (for its workers see
 # train.run.resharding), and for settings that may also differ from process to process.
-FREE, LOCAL = "free on resume", "free on resume and per process"
+FREE = "free on resume"
+LOCAL = "free on resume and per process"
 PATH = "a path, which may begin with ~"
 
 CIFAR10, IMAGENET, TEXT, TRANSLATION = (
@@ -200,7 +201,7 @@ class WorkersConfig:
     # parameters, optimizer state and batches are sharded over all of them.
     inside: Annotated[
         tuple[str, ...],
-        Rule("different names with sizes, such as fsdp=4", _are_axes),
+        Condition("different names with sizes, such as fsdp=4", _are_axes),
     ] = ()
 
     @property
@@ -241,7 +242,7 @@ class OptimizerConfig:
     # adamw of muon) or 0.9 and 0.99 (lion).
     betas: Annotated[
         tuple[float, float] | None,
-        Rule("in [0, 1)", lambda x: all(map(BELOW_ONE.holds, x))),
+        Condition("in [0, 1)", lambda x: all(map(BELOW_ONE.holds, x))),
         _optimizers("adamw", "lion", "muon"),
     ] = None
     # Constant added to the root of the second moment (adamw, muon).
@@ -261,13 +262,15 @@ class OptimizerConfig:
     # Number of steps over which the learning rate rises linearly to its full value.
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     # Steps after which the learning rate is multiplied by --optimizer.drop-factor.
-    drop_at: Annotated[tuple[int, ...], Rule("positive and ascending", _ascend), DROPS] = ()
+    drop_at: Annotated[
+        tuple[int, ...], Condition("positive and ascending", _ascend), DROPS
+    ] = ()
     # Factor that the learning rate is multiplied by at each step of --optimizer.drop-at.
     drop_factor: Annotated[Positive, DROPS] = 0.1
     # Final value of the cosine, as a fraction of the learning rate, in [0, 1].
     final_fraction: Annotated[
         float,
-        Rule("in [0, 1]", lambda x: 0 <= x <= 1),
+        Condition("in [0, 1]", lambda x: 0 <= x <= 1),
         Only("optimizer.schedule", ("cosine",)),
     ] = 0.0
 
@@ -280,7 +283,7 @@ class DistributedConfig:
     # slice and others; `mpi4py` asks any MPI; `none` trains in this process only.
     cluster: Literal["auto", "mpi4py", "none"] = "auto"
     # HOST:PORT of process 0, if it cannot be detected.
-    coordinator: Annotated[str | None, Rule("HOST:PORT", _is_address)] = None
+    coordinator: Annotated[str | None, Condition("HOST:PORT", _is_address)] = None
     # Number of processes, if it cannot be detected.
     num_processes: Annotated[int | None, COUNT] = None
     # Rank of this process, from 0, if it cannot be detected.
@@ -313,7 +316,7 @@ class RayConfig:
     # Address of the Ray cluster: HOST:PORT, or `auto` for the one that this host belongs
     # to. By default the run starts Ray on this machine and stops it at the end.
     address: Annotated[
-        str | None, Rule("HOST:PORT or auto", lambda x: x == "auto" or _is_address(x))
+        str | None, Condition("HOST:PORT or auto", lambda x: x == "auto" or _is_address(x))
     ] = None
     # CPUs that Ray reserves for each worker or process.
     cpus_per_worker: Annotated[float, SHARE] = 1.0
@@ -333,7 +336,7 @@ class RayConfig:
     object_store: Annotated[
         float | None,
         # Ray refuses less than 75 MiB.
-        Rule("at least 0.08, in GiB", lambda x: 0.08 <= x < math.inf),
+        Condition("at least 0.08, in GiB", lambda x: 0.08 <= x < math.inf),
         ASYNCHRONOUS,
     ] = None
 
@@ -363,7 +366,7 @@ class Config:
     workers: Annotated[WorkersConfig, FREE] = WorkersConfig()
     # The optimizer of each worker.
     optimizer: OptimizerConfig = OptimizerConfig()
-    method: Annotated[Method, tyro.conf.arg(help=METHOD_HELP)] = methods.make("lsgd")
+    method: Annotated[MethodConfig, tyro.conf.arg(help=METHOD_HELP)] = methods.make("lsgd")
     # Batch statistics: each worker keeps its own (keep), they are averaged whenever the
     # method communicates, asynchronously before each test and checkpoint (average), or they
     # are reestimated from training data before each test (reestimate).
@@ -393,10 +396,12 @@ class Config:
     stop_after_nonfinite: Annotated[Count, FREE] = 100
     # Project of Weights & Biases, or TEAM/PROJECT, to which the metrics are sent, too. It
     # needs the extra `wandb`.
-    wandb: Annotated[str | None, Rule("PROJECT or TEAM/PROJECT", _is_project), FREE] = None
+    wandb: Annotated[
+        str | None, Condition("PROJECT or TEAM/PROJECT", _is_project), FREE
+    ] = None
     # Project of trackio, on this machine or where its environment variables say, to which
     # the metrics are sent, too. It needs the extra `trackio`.
-    trackio: Annotated[str | None, Rule("the name of a project", bool), FREE] = None
+    trackio: Annotated[str | None, Condition("the name of a project", bool), FREE] = None
     # Folder in which new run folders are created.
     runs: Annotated[str, PATH, NOT_EMPTY, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
@@ -420,7 +425,7 @@ class Config:
 
 
 class Setting(NamedTuple):
-    """A setting of a configuration: its type, its default, its `Rule` and `Only`."""
+    """A setting of a configuration: its type, its default, its `Condition` and `Only`."""
 
     hint: Any
     default: Any
@@ -433,7 +438,8 @@ def settings_of(
     """Yields the settings of a dataclass by their full names."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        hint, every = hints[field.name], notes
+        hint = hints[field.name]
+        every = notes
         if typing.get_origin(hint) is Annotated:
             hint, *more = typing.get_args(hint)
             every = *notes, *more
@@ -474,11 +480,12 @@ def check_each(values: Mapping[str, Any]) -> None:
         _check_left_out([name], f"with {choice}={values[choice]}", values)
     for name, setting in SETTINGS.items():
         for rule in setting.notes:
-            is_rule = isinstance(rule, Rule) and values[name] is not None
+            is_rule = isinstance(rule, Condition) and values[name] is not None
             if is_rule and not rule.holds(values[name]):
                 _refuse(name, rule.text, values)
     for name, value in values.items():
-        for x in value if isinstance(value, tuple) else (value,):
+        numbers = value if isinstance(value, tuple) else (value,)
+        for x in numbers:
             if type(x) is float and not abs(x) <= FLOAT32_MAX:
                 _refuse(name, "finite as a float32", values)
             if type(x) is float and 0 < abs(x) < FLOAT32_MIN:
@@ -511,11 +518,14 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     Raises:
       ValueError: an option of Ray has no effect.
     """
-    grid, net, optimizer = config.workers, config.transformer, config.optimizer
+    grid = config.workers
+    net = config.transformer
+    optimizer = config.optimizer
     most = MOST_WORKERS // grid.locals
     rule = f"at most {most} with workers.locals={grid.locals}"
     yield "workers.nodes", rule, grid.nodes <= most
-    each, warmup = grid.devices_each, optimizer.warmup_steps
+    each = grid.devices_each
+    warmup = optimizer.warmup_steps
     rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
     yield "batch_size", rule, config.batch_size % each == 0
     rule = f"divisible by twice the heads (transformer.heads={net.heads})"
@@ -527,7 +537,9 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     both = bool(config.data.source) == bool(config.data.target)
     yield "data.target", "given with data.source, and only then", both
 
-    own, ray, values = config.distributed, config.ray, fields(config)
+    own = config.distributed
+    ray = config.ray
+    values = fields(config)
     if {"method.local_period", "method.global_period"} <= values.keys():
         local = values["method.local_period"]
         outer = values["method.global_period"]
@@ -582,7 +594,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         is_group = isinstance(value, dict) and value
         more = flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
-        if twice := values.keys() & more.keys():
+        twice = values.keys() & more.keys()
+        if twice:
             raise ValueError(f"{min(twice)} is given twice")
         values |= more
     return values

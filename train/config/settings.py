@@ -47,7 +47,8 @@ def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> li
     """
     if "cosine" in (old.optimizer.schedule, new.optimizer.schedule):
         free = free - {"steps"}  # the learning rate of every step depends on it
-    before, after = fields(old), fields(new)
+    before = fields(old)
+    after = fields(new)
     both = before.keys() & after.keys() - free
     return [
         f"{name}: the run has {before[name]!r}, the command says {after[name]!r}"
@@ -86,7 +87,8 @@ def changed(config: Config, given: Mapping[str, Any]) -> Config:
         return config
     old = fields(config)
     given = _restored({"method.name": config.method.name, **given})
-    new, defaults = old | given, {}
+    new = old | given
+    defaults = {}
     if new["method.name"] != old["method.name"]:
         for option in dataclasses.fields(config.method):
             del new[f"method.{option.name}"]
@@ -113,7 +115,8 @@ def _built(values: Mapping[str, Any]) -> Config:
         group, _, own = name.rpartition(".")
         groups.setdefault(group, {})[own] = value
     kinds = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-    own, method = groups.pop(""), methods.make(**groups.pop("method"))
+    own = groups.pop("")
+    method = methods.make(**groups.pop("method"))
     made: dict[str, Any] = {name: kinds[name](**group) for name, group in groups.items()}
     return Config(**own, **made, method=method)
 
@@ -136,7 +139,8 @@ def read(path: os.PathLike) -> Config:
     """
     with _naming(path):
         values = _object(path)
-        if (found := values.pop("format", 1)) != FORMAT:
+        found = values.pop("format", 1)
+        if found != FORMAT:
             raise ValueError(
                 f"its run is in format {found}, which only the version that wrote it can "
                 f"resume; lsgd_jax {lj.__version__} resumes format {FORMAT}"
@@ -199,7 +203,8 @@ def _no_json(text: str, error: json.JSONDecodeError) -> str:
     ... except ValueError as error: _no_json(text, error)
     'line 1, column 14: JSON has no comments'
     """
-    rest, where = text[error.pos :], f"line {error.lineno}, column {error.colno}"
+    rest = text[error.pos :]
+    where = f"line {error.lineno}, column {error.colno}"
     if rest.startswith(("#", "//", "/*")):
         return f"{where}: JSON has no comments"
     if not rest.strip() or error.msg.startswith("Unterminated"):
@@ -242,10 +247,12 @@ def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
             )
         if name not in known:
             raise ValueError(f"there is no setting {name}{suggestion(name, [*known])}")
-        value, hint = tuple(value) if isinstance(value, list) else value, known[name].hint
+        value = tuple(value) if isinstance(value, list) else value
+        hint = known[name].hint
         if not _is_of(hint, value):
             kind = hint.__name__ if isinstance(hint, type) else str(hint)
-            kind, got = kind.replace("typing.", ""), json.dumps(value)
+            kind = kind.replace("typing.", "")
+            got = json.dumps(value)
             raise ValueError(f"`{name}` must be of type {kind}, got {name}={got}")
         restored[name] = _expanded(value) if PATH in known[name].notes else value
     return restored
@@ -277,4 +284,6 @@ def _is_of(hint: Any, value: Any) -> bool:
         case origin if origin is tuple and isinstance(value, tuple):
             each = parts[:1] * len(value) if parts[-1] is ... else parts
             return len(value) == len(each) and all(map(_is_of, each, value))
-    return type(value) in ((int, float) if hint is float else (hint,))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint

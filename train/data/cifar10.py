@@ -10,7 +10,8 @@ from train.data.arrays import DataError, Dataset, Images
 
 
 HOME = "https://www.cs.toronto.edu/~kriz"
-FOLDER, ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
+FOLDER = "cifar-10-batches-bin"
+ARCHIVE = "cifar-10-binary.tar.gz"
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 RECORDS = 10_000  # per file
 PIXELS = 3 * 32 * 32
@@ -64,7 +65,8 @@ def _find(path: pathlib.Path) -> pathlib.Path:
     if any((path / name).exists() for name in MD5):
         return path
     if path.is_dir():
-        wrong, where = f"holds no folder {FOLDER}", path
+        wrong = f"holds no folder {FOLDER}"
+        where = path
     else:
         wrong = "is not a folder" if path.exists() else "does not exist"
         where = path.parent if path.exists() else path
@@ -78,7 +80,8 @@ def _read(path: pathlib.Path, accept_other_files: bool) -> tuple[np.ndarray, np.
     """Reads the images and labels of a file: (uint8 [N, 32, 32, 3], int32 [N])."""
     if not path.is_file():
         raise DataError(f"{path} is missing; unpack {HOME}/{ARCHIVE} again")
-    size, right = path.stat().st_size, RECORDS * (1 + PIXELS)
+    size = path.stat().st_size
+    right = RECORDS * (1 + PIXELS)
     if size != right:
         raise DataError(
             f"{path} has {size:,} bytes instead of {right:,}; unpack {HOME}/{ARCHIVE} again"
@@ -91,7 +94,8 @@ def _read(path: pathlib.Path, accept_other_files: bool) -> tuple[np.ndarray, np.
             f"{HOME}/{ARCHIVE} again, or use this file with --data.accept-other-files"
         )
     records = np.frombuffer(data, np.uint8).reshape(RECORDS, 1 + PIXELS)
-    if (most := records[:, 0].max()) >= 10:
+    most = records[:, 0].max()
+    if most >= 10:
         raise DataError(f"{path} has a label {most}; labels of CIFAR-10 are 0..9")
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return images.copy(), records[:, 0].astype(np.int32)

@@ -139,11 +139,13 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
             "val/CLASS/*.JPEG"
         )
     try:
-        train, test = _find(top / "train"), _find(top / "val")
+        train = _find(top / "train")
+        test = _find(top / "val")
     except OSError as error:
         raise DataError(f"ImageNet cannot be read: {error}") from error
     for one, two, where in ((train, test, "train"), (test, train, "val")):
-        if missing := sorted(set(one.classes) - set(two.classes)):
+        missing = sorted(set(one.classes) - set(two.classes))
+        if missing:
             raise DataError(
                 f"{top}: train and val must have the same classes, but {len(missing)} of "
                 f"them are only in {where}: {', '.join(missing[:5])}"
@@ -174,7 +176,8 @@ def _find(folder: pathlib.Path) -> Files:
         inside = _entries(folder / name)
         names.append(sorted(os.fsencode(x.name) for x in inside if _is_image(x)))
         left_out += sorted(x.path for x in inside if not _is_image(x))
-    if empty := [name for name, found in zip(classes, names) if not found]:
+    empty = [name for name, found in zip(classes, names) if not found]
+    if empty:
         named = ", ".join(f"{name}/" for name in empty[:MOST_NAMED])
         raise DataError(
             f"{folder} must have images in each class, but none is in {named}"
@@ -217,9 +220,14 @@ def some(files: Files, count: int, seed: int, size: int) -> Images:
     Raises:
       DataError: no image can be read.
     """
-    pixels, labels = [], []
+    pixels = []
+    labels = []
     waits = iter(WAITS)
-    pause = lambda seconds, error: time.sleep(seconds)
+
+    def pause(seconds: float, error: OSError) -> None:
+        del error
+        time.sleep(seconds)
+
     for row in np.random.default_rng(seed).permutation(len(files.labels)):
         if len(labels) == count:
             break
@@ -355,13 +363,15 @@ def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
     for _ in range(ATTEMPTS):
         area = width * height * rng.uniform(*AREA)
         ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.integers((width - w, height - h), endpoint=True).tolist()
             return left, top, left + w, top + h
     w = min(width, round(height * RATIO[1]))
     h = min(height, round(width / RATIO[0]))
-    left, top = (width - w) // 2, (height - h) // 2
+    left = (width - w) // 2
+    top = (height - h) // 2
     return left, top, left + w, top + h
 
 
@@ -372,5 +382,6 @@ def center_box(width: int, height: int) -> Box:
     (144.0, 16.0, 368.0, 240.0)
     """
     side = min(width, height) / SHORTER_SIDE
-    left, top = (width - side) / 2, (height - side) / 2
+    left = (width - side) / 2
+    top = (height - side) / 2
     return left, top, left + side, top + side

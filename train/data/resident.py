@@ -44,7 +44,8 @@ class Resident:
         parts: np.ndarray | None,
         test_batch: int,
     ):
-        self._sampler, self._workers = sampler, workers
+        self._sampler = sampler
+        self._workers = workers
         self.steps_per_epoch = sampler.steps_per_epoch
         train = tuple(dataset.train)
         if parts is None:
@@ -52,12 +53,15 @@ class Resident:
         else:
             mine = parts[list(workers.owned)]
             self.data = workers.put_owned(tuple(x[mine] for x in train))
-        self._test, self._test_batch = tuple(dataset.test), test_batch
+        self._test = tuple(dataset.test)
+        self._test_batch = test_batch
 
     @functools.cached_property
     def test_batches(self) -> list[Any]:
         """Placed on first use, because not all processes test."""
-        test, workers, count = self._test, self._workers, len(self._test[0])
+        test = self._test
+        workers = self._workers
+        count = len(self._test[0])
         placed = []
         for rows in rows_in_batches(count, workers.num_workers, self._test_batch):
             mine = rows[list(workers.owned)]

@@ -32,13 +32,14 @@ class EpochSampler:
                 f"worker, got batch_size={batch_size}; use a smaller batch, fewer "
                 "workers, or --data.no-shard"
             )
-        self.batch_size, self.steps_per_epoch = batch_size, size // batch_size
+        self.batch_size = batch_size
+        self.steps_per_epoch = size // batch_size
 
         @functools.lru_cache(maxsize=2)  # reading ahead alternates between two epochs
         def orders(epoch: int, workers: range) -> np.ndarray:
-            order = lambda worker: np.random.default_rng([seed, worker, epoch])
-            each = [order(worker).permutation(size) for worker in workers]
-            return np.stack(each).astype(np.int32)
+
+            random = [np.random.default_rng([seed, worker, epoch]) for worker in workers]
+            return np.stack([each.permutation(size) for each in random]).astype(np.int32)
 
         self._orders = orders
 

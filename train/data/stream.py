@@ -81,10 +81,15 @@ class Stream:
         ahead: int,
         warn: Callable[[str], None],
     ):
-        self._folder, self._sampler, self._workers = folder, sampler, workers
+        self._folder = folder
+        self._sampler = sampler
+        self._workers = workers
         self.steps_per_epoch = sampler.steps_per_epoch
-        self._parts, self._seed = parts, seed
-        self._threads, self._ahead, self._warn = threads, ahead, warn
+        self._parts = parts
+        self._seed = seed
+        self._threads = threads
+        self._ahead = ahead
+        self._warn = warn
         self._lock = threading.Lock()
         self._broken: set[str] = set()  # files that cannot be decoded
         self._away: set[str] = set()  # files that the system could not give for a minute
@@ -127,7 +132,8 @@ class Stream:
 
     def _training_image(self, pause: Pause, step: int, index: int, place: int) -> Image:
         """Reads the image at a place in the batch of an owned worker."""
-        owned, files = self._workers.owned, self._folder.train
+        owned = self._workers.owned
+        files = self._folder.train
         with self._lock:  # one thread computes the orders of an epoch while others wait
             row = int(self._sampler.rows(step, owned)[index, place])
         seed = [self._seed, owned[index], step, place, CROPS]
@@ -141,8 +147,10 @@ class Stream:
         return self._first_readable(files, following, box, pause)
 
     def _test_image(self, pause: Pause, batch: int, index: int, place: int) -> Image:
-        files, row = self._folder.test, int(self._test_rows[batch, index, place])
-        label, pixels = np.int32(0), None
+        files = self._folder.test
+        row = int(self._test_rows[batch, index, place])
+        label = np.int32(0)
+        pixels = None
         if row < len(files.labels):
             label = files.labels[row]
             pixels = self._try(files, row, imagenet.center_box, pause, self._waits())
@@ -255,7 +263,10 @@ class Stream:
             return image(pause, batch, *divmod(rest, shape[-1]))
 
         def place(batch: Any) -> Batch:
-            of_shape = lambda x: x.reshape(*shape, *x.shape[1:])
+
+            def of_shape(x):
+                return x.reshape(*shape, *x.shape[1:])
+
             return self._workers.put_owned(jax.tree.map(of_shape, batch))
 
         read_ahead = grain.ReadOptions(

@@ -64,7 +64,8 @@ class Vocabulary:
         """
         if self.characters is None:
             return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-        if missing := set(text) - set(self.characters):
+        missing = set(text) - set(self.characters)
+        if missing:
             named = ", ".join(map(repr, sorted(missing)))
             raise ValueError(f"the vocabulary has {len(self)} characters, and not {named}")
         return np.array([self.characters.index(c) for c in text], np.int32)
@@ -138,7 +139,8 @@ def of(text: bytes, tokens: Tokens) -> Text:
 
     Ids have the smallest unsigned type that holds them.
     """
-    characters, ids = None, np.frombuffer(text, np.uint8)
+    characters = None
+    ids = np.frombuffer(text, np.uint8)
     if tokens == "characters":
         points = np.frombuffer(text.decode().encode("utf-32-le"), np.uint32)
         # The whole text counts, so that every character of the test has an id.
@@ -158,7 +160,8 @@ def standard_library() -> bytes:
     It ends after 2 MB. Packages and files that are generated when Python is built are left
     out, so that the same version of Python gives the same text.
     """
-    folder, text = pathlib.Path(sysconfig.get_path("stdlib")), b""
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    text = b""
     for path in sorted(folder.glob("*.py"), key=lambda path: path.name):
         if len(text) < LIBRARY_BYTES and not path.name.startswith("_sysconfig"):
             text += path.read_bytes()
@@ -178,7 +181,9 @@ def read(file: str, setting: str) -> bytes:
     Raises:
       DataError: the file cannot be read, or is empty.
     """
-    path, text, wrong = pathlib.Path(file), b"", ""
+    path = pathlib.Path(file)
+    text = b""
+    wrong = ""
     try:
         if path.exists() and not path.is_file():
             wrong = "is no regular file"  # reading a FIFO would block
@@ -230,7 +235,9 @@ class Windows:
     def __init__(
         self, text: Text, context: int, batch_size: int, workers: lj.Workers, shard: bool
     ):
-        self._context, self._batch_size, self._workers = context, batch_size, workers
+        self._context = context
+        self._batch_size = batch_size
+        self._workers = workers
         self.size = size = len(text.train) // (workers.num_workers if shard else 1)
         _check(text, size, context, shard)
         if shard:
@@ -247,8 +254,11 @@ class Windows:
 
     def _in_batches(self, ids: np.ndarray) -> Iterator[Any]:
         """Consecutive windows, each of which starts with the last token of the previous."""
-        workers, length, last = self._workers, self._context, len(ids) - 1
-        count, most = -(-last // length), max(1, TEST_TOKENS // length)
+        workers = self._workers
+        length = self._context
+        last = len(ids) - 1
+        count = -(-last // length)
+        most = max(1, TEST_TOKENS // length)
         for rows in rows_in_batches(count, workers.num_workers, most):
             places = rows[list(workers.owned), :, None] * length + np.arange(length + 1)
             batch = ids[np.minimum(places, last)], places[..., 1:] <= last

@@ -25,7 +25,10 @@ def normalize(images: Array, mean: tuple[float, ...], std: tuple[float, ...]) ->
     >>> float(normalize(jnp.full((1, 1, 1, 1), 255, jnp.uint8), (0.5,), (0.5,)).squeeze())
     1.0
     """
-    per_channel = lambda values: jnp.asarray(values, jnp.float32)[None, None, None]
+
+    def per_channel(values):
+        return jnp.asarray(values, jnp.float32)[None, None, None]
+
     return (images.astype(jnp.float32) / 255 - per_channel(mean)) / per_channel(std)
 
 
@@ -56,7 +59,10 @@ def random_flip(key: Array, images: Array) -> Array:
 
 def digits() -> Transforms:
     """Scaling only, for the handwritten digits."""
-    scale = lambda images: normalize(images, (0.305,), (0.376,))
+
+    def scale(images):
+        return normalize(images, (0.305,), (0.376,))
+
     return Transforms(train=lambda key, images: scale(images), test=scale)
 
 
@@ -67,10 +73,17 @@ def cifar10(size: int = 28, padding: int = 0) -> Transforms:
       size: side of the crops.
       padding: width of the black border that is added before a random crop.
     """
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-    scale = lambda images: normalize(images, mean, std)
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2023, 0.1994, 0.2010)
+
+    def scale(images):
+        return normalize(images, mean, std)
+
     border = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    pad = lambda images: jnp.pad(images, border) if padding else images
+
+    def pad(images):
+        return jnp.pad(images, border) if padding else images
+
     return Transforms(
         train=lambda key, images: scale(random_crop_flip(key, pad(images), size)),
         test=lambda images: scale(center_crop(images, size)),
@@ -79,5 +92,8 @@ def cifar10(size: int = 28, padding: int = 0) -> Transforms:
 
 def imagenet() -> Transforms:
     """Random flips for training. Images are cropped when they are read."""
-    scale = lambda images: normalize(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+    def scale(images):
+        return normalize(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
     return Transforms(train=lambda key, images: scale(random_flip(key, images)), test=scale)

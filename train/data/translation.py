@@ -71,7 +71,8 @@ class Subwords:
         Raises:
           DataError: the size is too small for the characters of the sentences.
         """
-        model, trainer = io.BytesIO(), _sentencepiece().SentencePieceTrainer
+        model = io.BytesIO()
+        trainer = _sentencepiece().SentencePieceTrainer
         try:
             trainer.train(
                 sentence_iterator=iter(texts),
@@ -112,7 +113,8 @@ def _why_not_learned(error: str, size: int) -> str:
     >>> _why_not_learned("Vocabulary size is smaller than required_chars. 3 vs 264.", 3)
     '`data.subwords` must be at least 264 for these characters, got data.subwords=3'
     """
-    if needed := re.search(r"required_chars\. \d+ vs (\d+)", error):
+    needed = re.search(r"required_chars\. \d+ vs (\d+)", error)
+    if needed:
         return (
             f"`data.subwords` must be at least {needed[1]} for these characters, got "
             f"data.subwords={size}"
@@ -183,10 +185,14 @@ def load(
     test = min(len(pairs) // 10, MOST_TEST)
     if not test:
         raise DataError(f"translation needs 10 pairs of sentences, got {len(pairs)}")
-    train, held_out = pairs[:-test], pairs[-test:]
+    train = pairs[:-test]
+    held_out = pairs[-test:]
     vocabulary = Subwords.learned(itertools.chain(*train), subwords)
     kind = np.min_scalar_type(len(vocabulary) - 1)
-    of = lambda texts: vocabulary.encode(texts, context).astype(kind)
+
+    def of(texts):
+        return vocabulary.encode(texts, context).astype(kind)
+
     # A sentence that was cut does not end with END.
     sides = Pairs(*(of(texts) for texts in zip(*train)))
     fits = np.logical_and(*((side == END).any(axis=1) for side in sides))

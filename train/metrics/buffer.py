@@ -77,14 +77,18 @@ class MetricsBuffer:
         losses: Sequence[Sequence[float]] = (),
         closes: Callable[[int], int] = lambda step: step,
     ):
-        self.recent, self.read = recent, step
+        self.recent = recent
+        self.read = step
         self._workers = workers
         self._diagnose = jax.jit(lj.diagnostics)
         self._wait = jax.jit(lj.waiting)
         pulls = workers.fetch(self._diagnose(opt_state))
         self._last = pulls
-        self._closes, self._pulls = closes, pulls
-        self._closes_at, self._exchange = step, 0  # of this interval; 0: none
+        self._closes = closes
+        self._pulls = pulls
+        # Of this interval: its last step, and the step of its last exchange, or 0.
+        self._closes_at = step
+        self._exchange = 0
         self._distances: dict[int, Array] = {}
         self._electing = [pull for pull in pulls if pull.leader is not None]
         self._unread: deque[tuple[int, Array]] = deque()
@@ -128,7 +132,8 @@ class MetricsBuffer:
 
     def take_elections(self) -> list[Election]:
         """Elections that have not been read. Blocks until the latest one is complete."""
-        taken, self._elections = self._elections, []
+        taken = self._elections
+        self._elections = []
         return self._fetched(taken)
 
     def _fetched(self, elections: list[tuple[int, Any]]) -> list[Election]:
@@ -141,7 +146,8 @@ class MetricsBuffer:
         now = [read(state.opt_state) for read in (self._diagnose, self._wait)]
         distances = self._distances | {step: distance}
         self._closed.append((step, self._elections, self._exchange, distances, *now))
-        self._elections, self._distances = [], {step: distance}
+        self._elections = []
+        self._distances = {step: distance}
         return self._read() if len(self._closed) > 1 else None
 
     def flush(self) -> Interval | None:
@@ -153,11 +159,14 @@ class MetricsBuffer:
         distances, diagnostics, waiting = self._workers.fetch(others)
         around = [distances.get(at) for at in (exchange - 1, exchange)]
         apart, together = (None if x is None else float(x) for x in around)
-        before, self._last = self._last, diagnostics
+        before = self._last
+        self._last = diagnostics
         restored, dropped = _counts(diagnostics) - _counts(before)
         self.read_losses(step)
-        count, self._reported = step - self._reported, step
-        losses, self._rows = self._rows[:count], self._rows[count:]
+        count = step - self._reported
+        self._reported = step
+        losses = self._rows[:count]
+        self._rows = self._rows[count:]
         return Interval(
             step,
             np.stack(losses),
@@ -184,10 +193,13 @@ class MetricsBuffer:
 
 def _counts(pulls: Sequence[lj.Diagnostics]) -> np.ndarray:
     """How often each worker was restored, and had a target that was dropped: [2, W]."""
-    count = lambda x: np.sum(x, axis=0)
-    dropped = [pull.dropped for pull in pulls if pull.dropped is not None]
-    restored = count([pull.restored for pull in pulls])
-    return np.array([restored, count(dropped) if dropped else np.zeros_like(restored)])
+
+    restored = np.sum([pull.restored for pull in pulls], axis=0)
+    dropped = np.zeros_like(restored)
+    of_pulls = [pull.dropped for pull in pulls if pull.dropped is not None]
+    if of_pulls:
+        dropped = np.sum(of_pulls, axis=0)
+    return np.array([restored, dropped])
 
 
 def _differed(

@@ -12,7 +12,9 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 matplotlib.use("agg")  # no window
 
 subplots = functools.partial(plt.subplots, layout="constrained")
-BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
+BLUE = "#2566a8"
+ORANGE = "#d9731a"
+GREY = "#9aa0a6"
 
 
 def tidy(figure: Any) -> Any:

@@ -42,7 +42,9 @@ class MetricsLog:
         check: Callable[[], None] = lambda: None,
         others: Sequence[Tracker] = (),
     ):
-        self._warn, self._warned, self._check = warn, False, check
+        self._warn = warn
+        self._warned = False
+        self._check = check
         self.latest: dict[str, Event] = {}
         own = JsonLines(folder / METRICS), TensorBoard(folder / TENSORBOARD)
         self._trackers = (*own, *others) if write else ()
@@ -105,7 +107,9 @@ def last_steps(folder: pathlib.Path) -> dict[str, int]:
       OSError: the file cannot be read.
     """
     last: dict[str, int] = {}
-    for event in _lines(folder / METRICS) if (folder / METRICS).exists() else ():
+    if not (folder / METRICS).exists():
+        return last
+    for event in _lines(folder / METRICS):
         last[event["kind"]] = max(event["step"], last.get(event["kind"], 0))
     return last
 

@@ -42,7 +42,10 @@ def told(line: str) -> Generator[Callable[[str], object]]:
     shown = console(stderr=True)
     if shown.is_terminal:
         with shown.status(line) as status:
-            done = lambda part: status.update(f"{line}: {rich.markup.escape(part)} is done")
+
+            def done(part: str) -> None:
+                status.update(f"{line}: {rich.markup.escape(part)} is done")
+
             yield done
         return
     said: list[str] = []
@@ -68,18 +71,25 @@ class Progress:
     def __init__(self, steps: int, start: int = 0, what: str = "step", process: int = 0):
         self._process = process
         self._console = console(quiet=process != 0)
-        self._steps, self._what = steps, what
+        self._steps = steps
+        self._what = what
         self._last_line = -float("inf")
-        self._tested, self._paces = "", ""
+        self._tested = ""
+        self._paces = ""
         self._is_narrow = self._console.width < NARROW
         self._workers: list[rich.progress.TaskID] = []
         # With FORCE_COLOR, a file counts as a terminal: it gets colors, but no bar.
         has_bar = self._console.is_interactive and self._console.file.isatty()
-        self._bar = rich.progress.Progress(
+        columns: list[rich.progress.ProgressColumn] = [
             rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
-            *([] if self._is_narrow else [rich.progress.BarColumn()]),
+            rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.description}"),
-            *([] if self._is_narrow else [rich.progress.TimeRemainingColumn(compact=True)]),
+            rich.progress.TimeRemainingColumn(compact=True),
+        ]
+        if self._is_narrow:
+            columns = columns[::2]  # the texts alone
+        self._bar = rich.progress.Progress(
+            *columns,
             console=self._console,
             disable=not has_bar,
         )
@@ -139,8 +149,10 @@ class Progress:
         if len(steps) > MOST_BARS:
             return
         if not self._workers:
-            add = lambda i: self._bar.add_task(f"worker {i}", total=self._steps)
-            self._workers = [add(i) for i in range(len(steps))]
+            self._workers = [
+                self._bar.add_task(f"worker {i}", total=self._steps)
+                for i in range(len(steps))
+            ]
         for bar, count in zip(self._workers, steps):
             self._bar.update(bar, completed=count)
 

@@ -46,7 +46,8 @@ class RecentLosses:
         """Updates the averages by the losses [W] of the next steps."""
         for loss in losses:
             loss = np.asarray(loss, np.float64)
-            finite, known = np.isfinite(loss), np.isfinite(self.average)
+            finite = np.isfinite(loss)
+            known = np.isfinite(self.average)
             before = np.where(known, self.average, loss)
             with np.errstate(invalid="ignore"):
                 average = before + (loss - before) / SPAN

@@ -2,7 +2,7 @@
 
 import csv
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -19,8 +19,11 @@ def markdown(rows: Rows) -> str:
     | lsgd | 3 |
     """
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    cells = lambda line: (str(cell).replace("|", r"\|") for cell in line)
-    return "".join(f"| {' | '.join(cells(line))} |\n" for line in lines)
+
+    def escaped(line: Iterable[Any]) -> str:
+        return " | ".join(str(cell).replace("|", r"\|") for cell in line)
+
+    return "".join(f"| {escaped(line)} |\n" for line in lines)
 
 
 def write_csv(rows: Rows, path: pathlib.Path) -> None:

@@ -52,7 +52,8 @@ class TensorBoard:
 
     def _new_path(self) -> str:
         self._folder.mkdir(exist_ok=True)  # the run folder must exist
-        now, host = int(time.time()), socket.gethostname()
+        now = int(time.time())
+        host = socket.gethostname()
         number = sum(1 for _ in self._folder.iterdir())
         name = f"events.out.tfevents.{now}.{host}.{os.getpid()}.{number}"
         return str(self._folder / name)
@@ -70,7 +71,8 @@ class TensorBoard:
         try:
             yield
         except OSError:
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.close()

@@ -48,7 +48,8 @@ class JsonLines:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._ends_with_a_line = path, False
+        self._path = path
+        self._ends_with_a_line = False
 
     def write(self, event: Event) -> None:
         self._end_a_cut_off_line()
@@ -115,7 +116,9 @@ class Service:
         written: Mapping[str, int],
         warn: Callable[[str], None],
     ):
-        self._name, self._warn, self._run = SERVICES[package][0], warn, None
+        self._name = SERVICES[package][0]
+        self._warn = warn
+        self._run = None
         kept = folder / f"{package}_id.txt"
         self._sent = written if kept.exists() else {}
         given = {"project": project, "config": dict(settings), "resume": "allow"}
@@ -126,12 +129,14 @@ class Service:
         self._run, self._log = SERVICES[package][1](init, kept, name, **given)
 
     def write(self, event: Event) -> None:
-        sent, step = scalars(event), event["step"]
+        sent = scalars(event)
+        step = event["step"]
         if self._run is not None and sent and step > self._sent.get(event["kind"], -1):
             self._attempt(lambda: self._log({**sent, "seconds": event["seconds"]}, step))
 
     def close(self) -> None:
-        ended, self._run = self._run, None
+        ended = self._run
+        self._run = None
         self._attempt(lambda: ended and ended.finish())
 
     def _attempt(self, send: Callable[[], object]) -> None:
@@ -146,7 +151,8 @@ def _kept_id(path: pathlib.Path, prefix: str = "") -> str:
     """The id in a file, which is drawn and written if the file is missing or empty."""
     kept = path.read_text() if path.exists() else ""
     if not kept:
-        path.write_text(kept := prefix + secrets.token_hex(8))
+        kept = prefix + secrets.token_hex(8)
+        path.write_text(kept)
     return kept
 
 

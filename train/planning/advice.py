@@ -9,9 +9,9 @@ import numpy as np
 
 from train.metrics.drawing import plain_numbers, save, subplots
 from train.planning import laws
-from train.planning.candidates import NAMES, Candidate, Method
+from train.planning.candidates import NAMES, Candidate, MethodVariant
 from train.planning.links import Link
-from train.planning.setting import KNOWN, Setting
+from train.planning.scenario import KNOWN, Scenario
 
 
 LINES = 16  # of the table
@@ -19,25 +19,25 @@ HOUR = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The candidates of a setting.
+class Advice:
+    """The candidates of a scenario.
 
     Attributes:
-      setting: the training.
+      scenario: the training.
       share: the share of the time that workers may wait, and that counts as equally fast.
       sources: sentences that say where the numbers come from.
       price: of a chip for an hour; None if unknown.
       watts: of a chip; None if unknown.
     """
 
-    setting: Setting
+    scenario: Scenario
     share: float
     sources: Sequence[str]
     price: float | None = None
     watts: float | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "candidates", self.setting.candidates(self.share))
+        object.__setattr__(self, "candidates", self.scenario.candidates(self.share))
 
     candidates: list[Candidate] = dataclasses.field(init=False)
 
@@ -54,19 +54,19 @@ class Plan:
         which without a law is that of the shorter period; up to 32 steps periods are alike
         (arXiv:2503.09799, Figure 15). Then the order of `methods` decides.
         """
-        known = [x for x in self.candidates if x.loss.more is not None]
-        some = known if len(known) > 1 else self.candidates
-        limit = (1 + self.share) * some[0].seconds
-        if self.base.seconds <= (1 + self.share) * self.candidates[0].seconds:
+        slower = 1 + self.share  # that many times slower counts as equally fast
+        if self.base.seconds <= slower * self.candidates[0].seconds:
             return self.base
-        close = [x for x in some if x.seconds <= limit]
-        period = lambda x: max(x.periods[-1], KNOWN[0])
-        loss = lambda x: period(x) if x.loss.more is None else x.loss.more
-        return min(close, key=lambda x: (loss(x), *x.complexity))
+        some = [x for x in self.candidates if x.loss.more is not None]
+        if len(some) < 2:  # data parallel alone has a law
+            some = self.candidates
+        close = [x for x in some if x.seconds <= slower * some[0].seconds]
+        return min(close, key=lambda x: (_cost(x), *x.complexity))
 
     def sentence(self) -> str:
         """The advice in one sentence."""
-        base, best = self.base, self.best
+        base = self.base
+        best = self.best
         if best is base:
             return (
                 "use data parallel: the link is fast enough (it waits "
@@ -81,13 +81,13 @@ class Plan:
 
     def remarks(self) -> Iterator[str]:
         """Yields the options of the advice, and what would be faster or have less loss."""
-        best, fastest = self.best, self.candidates[0]
+        best = self.best
+        fastest = self.candidates[0]
         yield f"options of python -m train: {best.options}"
         if best is self.base:
             return
-        others = [
-            x for x in self.candidates if x is not self.base and x.loss.more is not None
-        ]
+        others = [x for x in self.candidates if x is not self.base]
+        others = [x for x in others if x.loss.more is not None]
         least = min(others, key=lambda x: (x.loss.more, x.seconds), default=best)
         if least.loss.more != best.loss.more:
             times = number(least.seconds / best.seconds)
@@ -103,24 +103,22 @@ class Plan:
 
     def shown(self) -> list[Candidate]:
         """The candidates of the table: those that gain over simpler ones."""
-        gain = 1 + self.share
-        some = [
-            x
-            for x in self.candidates
-            if not any(
-                x.is_like(y) and y.seconds <= gain * x.seconds for y in self.candidates
-            )
-        ]
         must = [self.base, self.best]
-        first = [x for x in some if x not in must][: LINES - len(must)]
-        return sorted({id(x): x for x in [*first, *must]}.values(), key=lambda x: x.seconds)
+        some = [x for x in self.candidates if self._gains(x) and x not in must]
+        shown = [*some[: LINES - len(must)], *must]
+        return sorted({id(x): x for x in shown}.values(), key=lambda x: x.seconds)
+
+    def _gains(self, found: Candidate) -> bool:
+        """Whether a candidate is faster than all that are like it and simpler."""
+        limit = (1 + self.share) * found.seconds
+        return not any(found.is_like(x) and x.seconds <= limit for x in self.candidates)
 
     def rows(self) -> list[dict[str, str]]:
         """The rows of the table."""
         return [self._row(x) for x in self.shown()]
 
     def _row(self, found: Candidate) -> dict[str, str]:
-        setting = self.setting
+        scenario = self.scenario
         if found.steps is None:
             time = {"ms a step": number(1e3 * found.seconds)}
             sent = {"MB a step": number(found.sent / 1e6)}
@@ -131,53 +129,50 @@ class Plan:
         row |= {"longest wait, s": number(found.pause)}
         row |= {**sent, "peak MB": number(found.peak / 1e6)}
         row |= {name: number(value) for name, value in self._bills(found).items()}
-        if setting.tokens is not None and found.settings:
+        if scenario.tokens is not None and found.settings:
             settings = found.settings
             row["batch, tokens"] = number(settings["batch"])
             row["inner rate"] = f"{settings['rate']:.2g}" if "rate" in settings else ""
             row["outer rate"] = f"{settings.get('outer_rate', '')}"
-            loss = found.loss
-            row["loss, nats"] = (
-                "no law" if loss.nats is None else f"{loss.nats:.3f} ± {loss.error:.3f}"
-            )
-            row["more nats"] = "" if loss.more is None else f"{loss.more:+.3f}"
+            row |= _losses(found.loss)
         return row
 
     def _bills(self, found: Candidate) -> dict[str, float]:
         """The cost and the energy in kWh, as far as they are known."""
         if found.steps is None:
             return {}
-        hours = self.setting.chips * found.seconds / HOUR
-        each = {"cost": self.price, "kWh": self.watts and self.watts / 1e3}
-        return {name: hours * rate for name, rate in each.items() if rate is not None}
+        hours = self.scenario.chips * found.seconds / HOUR
+        bills = {}
+        if self.price is not None:
+            bills["cost"] = hours * self.price
+        if self.watts is not None:
+            bills["kWh"] = hours * (self.watts / 1e3)
+        return bills
 
     def notes(self) -> Iterator[str]:
         """Yields the sources of the numbers, and where there is none."""
         yield from self.sources
-        if (tokens := self.setting.tokens) is None:
+        scenario = self.scenario
+        if scenario.tokens is None:
             return
-        by_source: dict[str, list[str]] = {}
+        by_source: dict[str, dict[str, None]] = {}  # the names in order, each once
         for found in self.shown():
-            names = by_source.setdefault(found.loss.source, [])
-            if (name := NAMES[found.method.name]) not in names:
-                names.append(name)
+            names = by_source.setdefault(found.loss.source, {})
+            names[NAMES[found.method.name]] = None
         for source, names in by_source.items():
             yield f"loss of {', '.join(names)}: {source}"
         known = [x.method for x in self.shown() if x.loss.more is not None]
         if any((x.fragments, x.delay, x.wire) != (1, 0, "float32") for x in known):
             yield laws.STREAMED
-        setting = self.setting
-        error = f"± {100 * laws.SETTINGS:.0f} %"
-        tokens = setting.tokens
-        if tokens is None or not laws.is_fitted(
-            setting.parameters, tokens, setting.replicas
-        ):
+        if laws.is_fitted(scenario.parameters, scenario.tokens, scenario.replicas):
+            error = f"± {100 * laws.SETTINGS:.0f} %"
+        else:
             error = "outside the range of their fits"
         yield (
             f"batches and inner rates: {laws.SCALING}, Tables 9 to 12, fitted for H = 30, "
             f"{error}; outer rates: Figure 5"
         )
-        if setting.batch is not None:
+        if scenario.batch is not None:
             yield "the batch is as given; losses and rates are for the laws' own batches"
 
     def to_json(self) -> dict[str, Any]:
@@ -216,17 +211,15 @@ class Plan:
 
     def draw(self, path: pathlib.Path) -> None:
         """Plots hours against bandwidth, with the link of the plan marked, as a PNG."""
-        setting = self.setting
-        here = setting.widest.network
-        count = 41 if setting.unequal is None else 9  # each of which is simulated
+        scenario = self.scenario
+        here = scenario.widest.network
+        count = 41 if scenario.unequal is None else 9  # each of which is simulated
         rates = here.bandwidth * np.logspace(-2, 2, count)
         figure, axes = subplots(figsize=(7, 4.5))
-        unit = HOUR if self.base.steps is not None else 1e-3
-        plain = min(
-            (x for x in self.candidates if x.method == Method("diloco")),
-            key=lambda x: x.periods,
-        )
-        lines = [self.base, plain, self.best, self.candidates[0]]
+        unit = 1e-3 if self.base.steps is None else HOUR
+        diloco = [x for x in self.candidates if x.method == MethodVariant("diloco")]
+        shortest = min(diloco, key=lambda x: x.periods)
+        lines = [self.base, shortest, self.best, self.candidates[0]]
         for found in {x.name: x for x in lines}.values():
             times = [self._at(found, rate).seconds / unit for rate in rates]
             axes.plot(rates * 8 / 1e6, times, label=found.name)
@@ -241,10 +234,28 @@ class Plan:
         """A candidate on a link of another bandwidth."""
         links = {
             name: Link(dataclasses.replace(link.network, bandwidth=bandwidth), link.workers)
-            for name, link in self.setting.links.items()
+            for name, link in self.scenario.links.items()
         }
-        other = dataclasses.replace(self.setting, links=links)
+        other = dataclasses.replace(self.scenario, links=links)
         return other.candidate(found.method, found.periods)
+
+
+def _cost(found: Candidate) -> float:
+    """The nats that a method costs; its period where no law gives them."""
+    if found.loss.more is None:
+        return max(found.periods[-1], KNOWN[0])
+    return found.loss.more
+
+
+def _losses(loss: laws.Loss) -> dict[str, str]:
+    """The loss in the cells of a row."""
+    nats = "no law"
+    more = ""
+    if loss.nats is not None:
+        nats = f"{loss.nats:.3f} ± {loss.error:.3f}"
+    if loss.more is not None:
+        more = f"{loss.more:+.3f}"
+    return {"loss, nats": nats, "more nats": more}
 
 
 def number(value: float) -> str:

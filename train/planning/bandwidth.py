@@ -31,8 +31,8 @@ class Model(NamedTuple):
     step: float
 
 
-class Schedule(NamedTuple):
-    """What is sent when.
+class SendSchedule(NamedTuple):
+    """The steps at which the fragments of a model are sent.
 
     Attributes:
       period: steps between two exchanges of a layer; data parallel has 1.
@@ -51,24 +51,29 @@ class Schedule(NamedTuple):
         """The fragment that is sent at the end of a step, or None."""
         at = step % self.period
         fragment = -(-at * self.fragments // self.period)  # rounded up
-        is_due = fragment * self.period // self.fragments == at
-        return fragment if is_due and fragment < self.fragments else None
+        if fragment < self.fragments and fragment * self.period // self.fragments == at:
+            return fragment
+        return None
 
 
-def utilization(model: Model, schedule: Schedule, gbit: float) -> float:
+def utilization(model: Model, schedule: SendSchedule, gbit: float) -> float:
     """Returns the share of the time that is spent computing.
 
     >>> tiny = Model(parameters=1e9, layers=1, step=16.0)
-    >>> utilization(tiny, Schedule(period=1), gbit=1.0)
+    >>> utilization(tiny, SendSchedule(period=1), gbit=1.0)
     0.5
     """
-    layers, step, steps = model.layers, model.step, PERIODS * schedule.period
+    layers = model.layers
+    step = model.step
     pass_ = step / (3 * layers - 1)  # the first layer needs no gradient of its inputs
     transfer = schedule.bits * model.parameters / layers / (gbit * 1e9)
-    now, free, ends = 0.0, 0.0, []  # the time, and when the link is free
+    now = 0.0
+    free = 0.0  # the time from which the link is free
+    ends = []  # of the periods
     arrivals: dict[int, dict[int, float]] = {}  # by the step and the layer that wait
-    for t in range(steps):
-        sent, awaited = schedule.fragment(t), arrivals.pop(t, {})
+    for t in range(PERIODS * schedule.period):
+        sent = schedule.fragment(t)
+        awaited = arrivals.pop(t, {})
         if sent is None and not awaited:
             now += step
         else:
@@ -84,13 +89,15 @@ def utilization(model: Model, schedule: Schedule, gbit: float) -> float:
     return schedule.period * step / (ends[-1] - ends[-2])
 
 
-def needed(model: Model, schedule: Schedule, share: float) -> float:
+def needed(model: Model, schedule: SendSchedule, share: float) -> float:
     """Returns the last bandwidth of the papers' grid, in Gbit/s, that is not enough.
 
     Their tables name this point of the grid, as far as their numbers tell, or 1000 if none
     is enough. One point further the share of the time spent computing is reached.
     """
-    low, high = 0, len(GRID)  # utilization grows with bandwidth
+    # Bisection, as utilization grows with bandwidth.
+    low = 0
+    high = len(GRID)
     while low < high:
         middle = (low + high) // 2
         if utilization(model, schedule, GRID[middle]) >= share:

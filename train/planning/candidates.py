@@ -2,10 +2,9 @@
 
 Candidates run in lock step. A delay of one step hides as much as a step computes, or as its
 compiled program does; a longer one hides no more, because a step's program ends with its
-collectives. Data parallel gets
-the best case: gradients are sent layer by layer during the backward pass, which is two
-thirds of a step (see `bandwidth`). Where workers differ, times are simulated (see
-`engine`), and asynchronous methods are candidates, too.
+collectives. Data parallel gets the best case: gradients are sent layer by layer during the
+backward pass, which is two thirds of a step (see `bandwidth`). Where workers differ, times
+are simulated (see `engine`), and asynchronous methods are candidates, too.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ BACKWARD = 2 / 3  # the share of a step in which gradients become ready
 ASYNCHRONOUS = "async-diloco", "decoupled-diloco"
 
 
-class Method(NamedTuple):
+class MethodVariant(NamedTuple):
     """A method and its settings, except for its periods.
 
     Attributes:
@@ -35,27 +34,27 @@ class Method(NamedTuple):
     wire: str = "float32"
 
 
-def methods(leaves: int | None = None) -> Iterator[Method]:
+def methods(leaves: int | None = None) -> Iterator[MethodVariant]:
     """Yields the methods that a plan compares, the simplest first.
 
     Args:
       leaves: number of leaves of the parameters, the limit for the number of fragments.
     """
-    yield Method("allreduce")
+    yield MethodVariant("allreduce")
     for wire in WIRES:
         for fragments in FRAGMENTS:
             if fragments <= (leaves or fragments):
-                yield from (Method("diloco", fragments, d, wire) for d in (0, 1))
-    yield from (Method("local-sgd", wire=wire) for wire in WIRES)
-    yield from (Method("lsgd", wire=wire) for wire in WIRES)
-    yield Method("sparse-diloco", wire="sparse")
+                yield from (MethodVariant("diloco", fragments, d, wire) for d in (0, 1))
+    yield from (MethodVariant("local-sgd", wire=wire) for wire in WIRES)
+    yield from (MethodVariant("lsgd", wire=wire) for wire in WIRES)
+    yield MethodVariant("sparse-diloco", wire="sparse")
 
 
-def asynchronous(leaves: int | None = None) -> Iterator[Method]:
+def asynchronous(leaves: int | None = None) -> Iterator[MethodVariant]:
     """Yields the methods that a plan compares where workers differ, the simplest first."""
     fragments = min(engine.LEAVES, leaves or engine.LEAVES)
-    yield from (Method("async-diloco", wire=wire) for wire in WIRES[:2])
-    yield from (Method("decoupled-diloco", fragments, 0, wire) for wire in WIRES[:2])
+    yield from (MethodVariant("async-diloco", wire=wire) for wire in WIRES[:2])
+    yield from (MethodVariant("decoupled-diloco", fragments, 0, wire) for wire in WIRES[:2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Candidate:
       hides: the share of a step's computing behind which a delayed exchange is hidden.
     """
 
-    method: Method
+    method: MethodVariant
     periods: tuple[int, ...]
     exchanges: tuple[tuple[float, int], ...]
     sent: float
@@ -85,26 +84,30 @@ class Candidate:
     steps: int | None
     settings: Mapping[str, float]
     loss: laws.Loss
-    pace: engine.Pace | None = None
+    pace: engine.SimulatedPace | None = None
     hides: float = 1.0
 
     @property
     def name(self) -> str:
         """A few words for a table."""
         method = self.method
-        period = " and ".join(dict.fromkeys(map(str, self.periods)))
         words = [NAMES[method.name]]
         if method.name != "allreduce":
-            words += ["every step" if period == "1" else f"every {period} steps"]
-        words += [f"{method.fragments} fragments"] if method.fragments > 1 else []
-        words += [f"delay {method.delay}"] if method.delay else []
-        words += [method.wire] if method.wire in WIRES[1:] else []
+            period = " and ".join(dict.fromkeys(map(str, self.periods)))
+            words.append("every step" if period == "1" else f"every {period} steps")
+        if method.fragments > 1:
+            words.append(f"{method.fragments} fragments")
+        if method.delay:
+            words.append(f"delay {method.delay}")
+        if method.wire in WIRES[1:]:
+            words.append(method.wire)
         return ", ".join(words)
 
     @property
     def options(self) -> str:
         """The settings as options of the trainer."""
-        method, found = self.method, {}
+        method = self.method
+        found: dict[str, int | float | str] = {}
         if method.name == "lsgd":
             found["local-period"], found["global-period"] = self.periods
         elif method.name in ASYNCHRONOUS:
@@ -119,8 +122,8 @@ class Candidate:
             found["wire"] = method.wire
         if "outer_rate" in self.settings:
             found["outer-learning-rate"] = self.settings["outer_rate"]
-        own = (f" --method.{name} {value}" for name, value in found.items())
-        return f"--method {method.name}{''.join(own)}"
+        own = [f"--method.{name} {value}" for name, value in found.items()]
+        return " ".join([f"--method {method.name}", *own])
 
     @property
     def pause(self) -> float:
@@ -146,12 +149,15 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Seconds of the training, or of a step if the number of steps is unknown."""
-        extra = self.pace.extra if self.pace is not None and self.steps else 0.0
-        return (self.step + self.wait) * (self.steps or 1) + extra
+        each = self.step + self.wait
+        if self.steps is None:
+            return each
+        extra = 0.0 if self.pace is None else self.pace.extra
+        return each * self.steps + extra
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """What orders candidates from the simplest to the most elaborate."""
+        """The key that orders candidates from the simplest to the most elaborate."""
         method = self.method
         order = list(NAMES).index(method.name)
         wire = WIRES.index(method.wire) if method.wire in WIRES else 0
@@ -166,8 +172,10 @@ class Candidate:
 
     def exposed(self, seconds: float) -> float:
         """The seconds of an exchange that are not hidden behind computing."""
-        hides = self.hides * min(self.method.delay, 1)
-        hides = BACKWARD if self.method.name == "allreduce" else hides
+        if self.method.name == "allreduce":
+            hides = BACKWARD
+        else:
+            hides = self.hides * min(self.method.delay, 1)
         return max(0.0, seconds - hides * self.step)
 
 

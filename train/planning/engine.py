@@ -18,12 +18,15 @@ import lsgd_jax as lj
 from train.planning.unequal import Unequal
 
 
-LEAVES, SIZE = 4, 8192  # of the parameters: as many float32 values in each leaf
-STEPS, PERIODS = 128, 2  # simulated at least, the periods where methods are asynchronous
+LEAVES = 4  # of the parameters
+SIZE = 8192  # float32 values in each leaf
+NBYTES = 4 * LEAVES * SIZE
+STEPS = 128  # of each worker that are simulated at least
+PERIODS = 2  # that are simulated at least, where methods are asynchronous
 MOST = 100_000  # steps of all workers that are simulated
 
 
-class Exchange(NamedTuple):
+class TimedExchange(NamedTuple):
     """An exchange in lock step, of which only the time counts.
 
     Attributes:
@@ -39,7 +42,7 @@ class Exchange(NamedTuple):
     axes: tuple[str, ...]
 
 
-class Pace(NamedTuple):
+class SimulatedPace(NamedTuple):
     """The pace of workers that differ.
 
     Attributes:
@@ -59,13 +62,31 @@ class Pace(NamedTuple):
     peak: float
 
 
+class StepTaken(NamedTuple):
+    """A step of a worker that was simulated.
+
+    Attributes:
+      time: seconds at its end.
+      worker: index of the worker.
+      count: steps that the worker has taken.
+      sent: bytes that the worker has sent.
+    """
+
+    time: float
+    worker: int
+    count: int
+    sent: int
+
+
 @dataclasses.dataclass(frozen=True)
 class LockStep:
     """A method of the engine that only exchanges."""
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TimedExchange, ...]
 
-    period, window, wire = None, 1, "float32"
+    period = None
+    window = 1
+    wire = "float32"
 
     def bind(self, worker: lj.asynchronous.Worker, steps: int) -> "LockStepWorker":
         """Returns the method in one worker."""
@@ -76,9 +97,11 @@ class LockStepWorker:
     """A worker that only exchanges."""
 
     def __init__(
-        self, exchanges: Sequence[Exchange], worker: lj.asynchronous.Worker, steps: int
+        self, exchanges: Sequence[TimedExchange], worker: lj.asynchronous.Worker, steps: int
     ):
-        self._exchanges, self._worker, self._steps = exchanges, worker, steps
+        self._exchanges = exchanges
+        self._worker = worker
+        self._steps = steps
         self._in_flight: list[tuple[int, asyncio.Task]] = []
 
     def step(self, x: Any, u: Any, loss: Any, t: int) -> Any:
@@ -91,24 +114,25 @@ class LockStepWorker:
 
     async def after_step(self) -> None:
         """Begins the exchanges that are due, and waits for those that must have arrived."""
-        worker, t = self._worker, self._worker.count
+        params = self._worker.params
+        transport = self._worker.transport
+        t = self._worker.count
         for k, exchange in enumerate(self._exchanges):
             if t % exchange.every == 0:
-                group = worker.transport.position.group(exchange.axes)
-                key = k, t, *group
-                together = worker.transport.start(
-                    worker.transport.collectives.all_reduce(key, worker.params, True, group)
-                )
-                self._in_flight.append((t + exchange.delay, together))
+                group = transport.position.group(exchange.axes)
+                key = (k, t, *group)
+                mean = transport.collectives.all_reduce(key, params, True, group)
+                self._in_flight.append((t + exchange.delay, transport.start(mean)))
             await self._land(t)
 
     async def _land(self, t: int) -> None:
-        worker = self._worker
-        for landing, together in list(self._in_flight):
+        """Waits for the exchanges that must have arrived at step t."""
+        for landing, mean in list(self._in_flight):
             if landing <= t:
-                self._in_flight.remove((landing, together))
+                self._in_flight.remove((landing, mean))
+                # It fails with a member of the group: the worker goes on without it.
                 with contextlib.suppress(lj.asynchronous.UnreachableError):
-                    await worker.wait(together)  # a member has failed: go on without
+                    await self._worker.wait(mean)
 
     def state(self) -> None:
         """Returns nothing: a restarted worker needs only the count."""
@@ -121,30 +145,43 @@ class LockStepWorker:
 def still(params: Any) -> lj.asynchronous.Training:
     """Returns the training of workers whose steps do not move these parameters."""
     no_move = jax.tree.map(np.zeros_like, params)
-    step = lambda params, opt_state, own, t: (no_move, opt_state, own, 0.0)
-    return lj.asynchronous.Training(lambda i: (params, (), ()), step)
+
+    def start(i: int) -> tuple[Any, Any, Any]:
+        return params, (), ()
+
+    def step(params: Any, opt_state: Any, own: Any, t: int) -> tuple[Any, Any, Any, float]:
+        return no_move, opt_state, own, 0.0
+
+    return lj.asynchronous.Training(start, step)
 
 
 TRAINING = still([np.zeros(SIZE, np.float32)] * LEAVES)
 
 
 def lock_step(
-    exchanges: Sequence[Exchange], grid: tuple[int, int], step: float, unequal: Unequal
-) -> Pace:
+    exchanges: Sequence[TimedExchange], grid: tuple[int, int], step: float, unequal: Unequal
+) -> SimulatedPace:
     """Returns the pace of a method in lock step, for steps of so many seconds."""
+    nodes, locals = grid
     seconds = {"local": 0.0, "node": 0.0}
     for exchange in exchanges:
-        name = "node" if "node" in exchange.axes and grid[0] > 1 else "local"
-        seconds[name] = exchange.seconds
-    nbytes = 4 * LEAVES * SIZE
-    count = {"local": grid[1], "node": grid[0] * grid[1]}
-    rates = {
-        name: lj.asynchronous.Network.ring(max(count[name], 2), nbytes)[1] / max(each, 1e-9)
-        for name, each in seconds.items()
-    }
-    network = lj.asynchronous.Network(rates["node"], 0.0, rates["local"], 0.0)
-    method, every = LockStep(tuple(exchanges)), max(x.every for x in exchanges)
-    return _run(method, every, grid, network, step, unequal, sum(seconds.values()))
+        crosses = "node" in exchange.axes and nodes > 1
+        seconds["node" if crosses else "local"] = exchange.seconds
+    network = lj.asynchronous.Network(
+        bandwidth=_bandwidth(nodes * locals, seconds["node"]),
+        latency=0.0,
+        inside_bandwidth=_bandwidth(locals, seconds["local"]),
+        inside_latency=0.0,
+    )
+    method = LockStep(tuple(exchanges))
+    period = max(exchange.every for exchange in exchanges)
+    return _run(method, period, grid, network, step, unequal, sum(seconds.values()))
+
+
+def _bandwidth(workers: int, seconds: float) -> float:
+    """The bandwidth at which workers add up the simulated parameters in so many seconds."""
+    _, size = lj.asynchronous.Network.ring(max(workers, 2), NBYTES)
+    return size / max(seconds, 1e-9)
 
 
 def free_running(
@@ -155,7 +192,7 @@ def free_running(
     grid: tuple[int, int],
     step: float,
     unequal: Unequal,
-) -> Pace:
+) -> SimulatedPace:
     """Returns the pace of an asynchronous method for so many parameters."""
     smaller = network.scaled(LEAVES * SIZE / parameters)
     return _run(method, period, grid, smaller, step, unequal)
@@ -169,25 +206,23 @@ def _run(
     step: float,
     unequal: Unequal,
     exchange: float | None = None,
-) -> Pace:
-    workers, events = math.prod(grid), [*unequal.drop.values(), *unequal.join.values()]
+) -> SimulatedPace:
+    """Simulates a method; `exchange` has the seconds of its exchanges in lock step."""
+    workers = math.prod(grid)
+    events = [*unequal.drop.values(), *unequal.join.values()]
     last = max(events, default=0.0)
-    least = PERIODS if exchange is None else 1
-    steps = period * math.ceil(max(STEPS / period, least, last / step / period))
-    steps += 2 * PERIODS * period * bool(events)
+    steps = _steps(period, step, events, PERIODS if exchange is None else 1)
     if steps * workers > MOST:
         raise ValueError(
             f"`drop` and `join` must be within the first {MOST / workers * step:,.0f} s to "
             f"be simulated, got {last:g}"
         )
-    timeout = unequal.timeout if events else math.inf
-    if exchange is not None:  # nor does a worker count as lost that only is slow
-        timeout += exchange + period * step * max([1.0, *unequal.slow.values()])
-    taken: list[tuple[float, int, int, int]] = []
+    taken: list[StepTaken] = []
 
     def observe(worker: lj.asynchronous.Worker) -> None:
+        now = worker.transport.now()
         sent = worker.transport.mailbox.bytes_sent
-        taken.append((worker.transport.now(), worker.index, worker.count, sent))
+        taken.append(StepTaken(now, worker.index, worker.count, sent))
 
     found = lj.asynchronous.simulator.run(
         TRAINING,
@@ -196,29 +231,52 @@ def _run(
         steps,
         network,
         unequal.speeds(step),
-        timeout=timeout,
+        timeout=_timeout(period, step, unequal, exchange) if events else math.inf,
         drops=unequal.drop,
         joins=unequal.join,
         collectives=exchange is not None,
         observe=observe,
     )
-    ends = sorted({t for t, _, count, _ in taken if t > last and count % period == 0})
-    if len(ends) < 2 and events:
-        raise ValueError("`drop` must leave a worker that goes on")
-    since = ends[1] if events else 0.0
-    after = sum(t > since for t, *_ in taken)
+    since = _settled(taken, last, period) if events else 0.0
+    after = sum(each.time > since for each in taken)
     pace = workers * (found.seconds - since) / after
-    reports, total = [x.report for x in found.workers], 4 * LEAVES * SIZE
-    return Pace(
-        pace,
-        found.seconds - pace * len(taken) / workers,
-        float(np.mean([x.waited for x in reports])) / found.seconds,
-        max(x.longest for x in reports),
-        sum(_sent(taken, i)[-1] for i in range(workers)) / len(taken) / total,
-        float(max(np.diff(_sent(taken, i)).max(initial=0) for i in range(workers))) / total,
+    reports = [worker.report for worker in found.workers]
+    sent = [_sent(taken, i) for i in range(workers)]
+    return SimulatedPace(
+        step=pace,
+        extra=found.seconds - pace * len(taken) / workers,
+        waiting=float(np.mean([report.waited for report in reports])) / found.seconds,
+        pause=max(report.longest for report in reports),
+        sent=sum(each[-1] for each in sent) / len(taken) / NBYTES,
+        peak=float(max(np.diff(each).max(initial=0) for each in sent)) / NBYTES,
     )
 
 
-def _sent(taken: Sequence[tuple[float, int, int, int]], index: int) -> list[int]:
-    """The bytes that a worker has sent after each of its steps."""
-    return [0, *(sent for _, worker, _, sent in taken if worker == index)]
+def _steps(period: int, step: float, events: Sequence[float], least: int) -> int:
+    """The number of steps of each worker that are simulated, at least `least` periods."""
+    last = max(events, default=0.0)
+    periods = math.ceil(max(STEPS / period, least, last / step / period))
+    if events:  # the pace is that after the last fault
+        periods += 2 * PERIODS
+    return periods * period
+
+
+def _timeout(period: int, step: float, unequal: Unequal, exchange: float | None) -> float:
+    """Seconds after which a worker counts as lost, which one that is only slow does not."""
+    if exchange is None:
+        return unequal.timeout
+    slowest = max([1.0, *unequal.slow.values()])
+    return unequal.timeout + exchange + period * step * slowest
+
+
+def _settled(taken: Sequence[StepTaken], last: float, period: int) -> float:
+    """The time at which the second period after the last fault has ended."""
+    ends = {each.time for each in taken if each.time > last and each.count % period == 0}
+    if len(ends) < 2:
+        raise ValueError("`drop` must leave a worker that goes on")
+    return sorted(ends)[1]
+
+
+def _sent(taken: Sequence[StepTaken], index: int) -> list[int]:
+    """The bytes that a worker has sent before its first step and after each step."""
+    return [0, *(each.sent for each in taken if each.worker == index)]

@@ -9,11 +9,12 @@ step in 4 bits, and H = 100. Other methods have no law, and none is made up for 
 from typing import NamedTuple
 
 
-SCALING, STREAMING = "arXiv:2503.09799", "arXiv:2501.18512"
-PARAMETERS = 35e6, 10e9  # the sizes of the models that the laws were fitted or tested on
-REPLICAS = 1, 8
+SCALING = "arXiv:2503.09799"
+STREAMING = "arXiv:2501.18512"
+PARAMETERS = (35e6, 10e9)  # the sizes of the models that the laws were fitted or tested on
+REPLICAS = (1, 8)
 CHINCHILLA = 20.0  # tokens per parameter
-TOKENS = 0.9, 1.1  # the share of these tokens within which a loss is expected
+TOKENS = (0.9, 1.1)  # the share of these tokens within which a loss is expected
 OVERTRAINED = 16.0  # times these tokens, up to which the difference of methods was seen
 NEAR = 0.1  # a period this near to that of a source counts as the same
 
@@ -38,8 +39,10 @@ LOSS: dict[int | None, PowerLaw] = {
     8: PowerLaw(21.051, -0.1018),
 }
 JOINT_LOSS = PowerLaw(19.226, -0.0985, 0.0116)
-RATE, JOINT_RATE = PowerLaw(16319.2, -0.819), PowerLaw(22256, -0.8827, 0.2929)
-BATCH, JOINT_BATCH = PowerLaw(462.68, 0.281), PowerLaw(14.521, 0.4695, 0.3399)
+RATE = PowerLaw(16319.2, -0.819)
+JOINT_RATE = PowerLaw(22256, -0.8827, 0.2929)
+BATCH = PowerLaw(462.68, 0.281)
+JOINT_BATCH = PowerLaw(14.521, 0.4695, 0.3399)
 
 # Relative errors of the losses up to some number of parameters, of the fits for one M and
 # of the joint one: the largest residuals of Table 5 and deviations of Tables 4 and 6.
@@ -112,7 +115,8 @@ def loss(
     times = tokens / (CHINCHILLA * parameters)
     if not TOKENS[0] <= times <= OVERTRAINED:
         return none(f"fitted at {CHINCHILLA:g} tokens per parameter")
-    source, more = f"{SCALING}, Tables 8 and 11", 0.0
+    source = f"{SCALING}, Tables 8 and 11"
+    more = 0.0
     base = LOSS[None](parameters)
     if method == "diloco":
         extra, where = _of_period(period, replicas)

@@ -70,5 +70,6 @@ class Link(NamedTuple):
         return self.network.all_reduce(self.workers, size)
 
     def _gathered(self, parameters: float, wire: str) -> float:
-        rounds, network = math.ceil(math.log2(self.workers)), self.network
-        return rounds * network.latency + self.sent(parameters, wire) / network.bandwidth
+        rounds = math.ceil(math.log2(self.workers))
+        sending = self.sent(parameters, wire) / self.network.bandwidth
+        return rounds * self.network.latency + sending

@@ -17,31 +17,35 @@ from train.config import methods
 from train.config.schema import Config
 from train.planning.candidates import WIRES
 from train.planning.links import Link
-from train.planning.setting import ACROSS, ALL, INSIDE, KNOWN, Setting
+from train.planning.scenario import ACROSS, ALL, INSIDE, KNOWN, Scenario
 from train.task.experiment import Experiment
 
 
-STEPS, BLOCKS, EXCHANGES = 8, 3, 12  # numbers of measurements
+# Numbers of measurements.
+STEPS = 8
+BLOCKS = 3
+EXCHANGES = 12
 FEW = 100  # floats of a message that costs only its latency; gloo sends fewer in other ways
 
 
-def measure(config: Config, session: Session) -> Setting:
+def measure(config: Config, session: Session) -> Scenario:
     """Measures an experiment on the devices of all processes."""
     config = dataclasses.replace(config, method=methods.make("independent"))
     experiment = Experiment(config, session=session)
-    state, workers = experiment.init(), experiment.workers
-    nodes, locals = config.workers.nodes, config.workers.locals
+    state = experiment.init()
+    nodes = config.workers.nodes
+    locals = config.workers.locals
     groups = {
         INSIDE: (("local",), locals),
         ACROSS: (("node",), nodes),
         ALL: (("node", "local"), nodes * locals if nodes > 1 else 1),
     }
     links = {
-        name: measure_link(workers, state.params, *group)
-        for name, group in groups.items()
-        if group[1] > 1
+        name: measure_link(experiment.workers, state.params, axes, count)
+        for name, (axes, count) in groups.items()
+        if count > 1
     }
-    return Setting(
+    return Scenario(
         _bytes(state.params) / 4,
         links,
         step=_step(experiment, state),
@@ -50,38 +54,39 @@ def measure(config: Config, session: Session) -> Setting:
     )
 
 
-def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, list[str]]:
+def computed(config: Config, pod: lj.aot.Pod) -> tuple[Scenario, Config, list[str]]:
     """Computes the step of an experiment on a cluster that is not here.
 
     Returns:
-      The setting, without links, the configuration with the workers of the cluster, and
+      The scenario, without links, the configuration with the workers of the cluster, and
       sentences about the memory of a device and what a delay hides.
     """
     config = dataclasses.replace(config, method=methods.make("independent"))
     config = compile.on(config, pod)
     params = compile.parameters(config)
     report = compile.compiled(config, pod)
-    (program,), parameters = report.programs, sum(x.size for x in params)
+    (program,) = report.programs
     seconds = report.seconds(program)
     if seconds is None:
         raise ValueError(f"the experiment does not fit into the memory of a device: {pod}")
     assert pod.memory is not None and program.memory is not None
-    used, most = program.memory.peak / 2**30, pod.memory / 2**30
+    used = program.memory.peak / 2**30
+    most = pod.memory / 2**30
     notes = [f"HBM: {used:.3g} of {most:.3g} GiB of a device, without what a method keeps"]
     hides = {}
     for choice in delayed(config, pod).choices:
         share = hidden(choice)
         hides[choice.settings["wire"] != WIRES[0]] = share
         notes.append(_note(choice, share))
-    setting = Setting(
-        parameters,
+    scenario = Scenario(
+        sum(x.size for x in params),
         {},
         step=seconds.step,
         steps=config.steps,
         leaves=len(params),
         hides=hides,
     )
-    return setting, config, notes
+    return scenario, config, notes
 
 
 def _note(choice: lj.aot.Choice, share: float) -> str:
@@ -89,7 +94,9 @@ def _note(choice: lj.aot.Choice, share: float) -> str:
     if not report.fits or report.hbm is None:
         return f"DiLoCo, {choice.name}: does not fit into the memory of a device"
     used = f"{report.hbm / 2**30:.3g} GiB of HBM"
-    why = f": {choice.reason}" if share < 0.995 and choice.reason else ""
+    why = ""
+    if share < 0.995 and choice.reason:
+        why = f": {choice.reason}"
     return f"DiLoCo, {choice.name}: {used}, hides {100 * share:.0f} % of a step{why}"
 
 
@@ -113,11 +120,14 @@ def hidden(choice: lj.aot.Choice) -> float:
     """The share of a step's products beside the messages of a choice, by their bytes."""
     if not choice.report.fits:
         return 0.0
-    sent = beside = 0.0
+    sent = 0.0
+    beside = 0.0
     for program in choice.report.programs:
-        for each in (x for x in program.collectives if x.crosses):
-            bytes_ = each.times * each.across
-            sent, beside = sent + bytes_, beside + bytes_ * program.beside(each)
+        for each in program.collectives:
+            if each.crosses:
+                nbytes = each.times * each.across
+                sent += nbytes
+                beside += nbytes * program.beside(each)
     return beside / sent if sent else 1.0
 
 
@@ -142,7 +152,10 @@ def pull_seconds(
     workers: lj.Workers, params: Any, axes: tuple[str, ...]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Measures pulls inside a node or among all workers, see `Link.measured`."""
-    inner, outer = (0.1, 0.0) if axes == ("local",) else (0.0, 0.1)
+    # Only one of LSGD's two pulls communicates.
+    is_inside = axes == ("local",)
+    inner = 0.1 if is_inside else 0.0
+    outer = 0.0 if is_inside else 0.1
     few = workers.replicate(jnp.zeros(FEW))
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for wire in WIRES:
@@ -182,6 +195,9 @@ def _step(experiment: Experiment, state: Any) -> float:
 
 def _median(work: Callable[[], Any], times: int) -> float:
     """Median of the seconds that a call takes, after one call that compiles."""
-    wait = lambda: jax.block_until_ready(work())
+
+    def wait():
+        jax.block_until_ready(work())
+
     wait()
     return statistics.median(timeit.repeat(wait, number=1, repeat=times))

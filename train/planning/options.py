@@ -3,29 +3,93 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
 import lsgd_jax as lj
 from train import compile
+from train.config.schema import Condition
 from train.planning import laws
 from train.planning.advice import number
 from train.planning.unequal import Unequal
 
 
 PROGRAM = "python -m train.plan"
-MOST = {"parameters": 1e13, "tokens": 1e18, "mbit": 1e9, "step_ms": 1e9}
 # Bytes per parameter of float32 parameters, gradients and two moments of Adam.
 STATE = 16
-POSITIVE = (
-    *("parameters", "tokens", "batch", "mbit", "step_ms", "price", "watts"),
-    *("parameter_mb", "efficiency"),
+
+ABOVE_ZERO = Condition("above 0", lambda x: 0 < x < math.inf)
+
+
+def _at_most(most: float) -> Condition:
+    return Condition(f"at most {most:g}", lambda x: x <= most)
+
+
+# What the value of an option must be, if it is given.
+RANGES: Sequence[tuple[str, Condition]] = (
+    ("parameter_mb", ABOVE_ZERO),
+    ("parameters", ABOVE_ZERO),
+    ("tokens", ABOVE_ZERO),
+    ("batch", ABOVE_ZERO),
+    ("mbit", ABOVE_ZERO),
+    ("step_ms", ABOVE_ZERO),
+    ("price", ABOVE_ZERO),
+    ("watts", ABOVE_ZERO),
+    ("efficiency", Condition("in (0, 1]", lambda x: 0 < x <= 1)),
+    ("share", Condition("in (0, 1)", lambda x: 0 < x < 1)),
+    ("latency_ms", Condition("at least 0", lambda x: 0 <= x < math.inf)),
+    ("parameters", _at_most(1e13)),
+    ("tokens", _at_most(1e18)),
+    ("mbit", _at_most(1e9)),
+    ("step_ms", _at_most(1e9)),
+    ("sites", Condition("at least 2: one has no exchanges", lambda x: x >= 2)),
+    ("plot", Condition("a PNG file", lambda path: path.suffix == ".png")),
+)
+
+NOT_HERE = "`mbit` must be given for links that are not here"
+SITES_TWICE = "`slices` or `hosts` give the number of sites, not `sites`"
+NO_EXPERIMENT = "`topology` and `gpu` need an experiment; see `chips`"
+NOTHING_GIVEN = (
+    "an experiment must be given, or `parameters`, `sites` and `mbit` with `tokens` and "
+    f"`chips`, or with `step_ms`; see {PROGRAM} --help"
+)
+MISSING = "`{}` must be given, or the name of an experiment"
+
+# Options that do not go together: those that are given, those that are not, and why this is
+# wrong. The first row that fits is reported. `size` is that of either option.
+REFUSED: Sequence[tuple[str, str, str]] = (
+    (
+        "parameters parameter_mb",
+        "",
+        "only one of `parameters` and `parameter_mb` may be given",
+    ),
+    ("latency_ms", "mbit", "`latency_ms` needs `mbit`"),
+    ("experiment tokens", "", "`tokens` is for plans without an experiment"),
+    ("experiment batch", "", "`batch` is for plans without an experiment"),
+    ("experiment sites", "mbit", NOT_HERE),
+    ("experiment chips", "mbit", NOT_HERE),
+    ("experiment topology", "mbit", NOT_HERE),
+    ("experiment gpu", "mbit", NOT_HERE),
+    ("experiment topology sites", "chips", SITES_TWICE),
+    ("experiment gpu sites", "chips", SITES_TWICE),
+    ("experiment chips", "sites", "`chips` needs `sites`"),
+    ("topology", "experiment", NO_EXPERIMENT),
+    ("gpu", "experiment", NO_EXPERIMENT),
+    ("", "experiment size sites mbit", NOTHING_GIVEN),
+    ("", "experiment size", MISSING.format("parameters")),
+    ("", "experiment sites", MISSING.format("sites")),
+    ("", "experiment mbit", MISSING.format("mbit")),
+    ("", "experiment step_ms tokens", MISSING.format("tokens")),
+    ("", "experiment step_ms chips", MISSING.format("chips")),
+    ("step_ms tokens", "batch", "`tokens` needs `batch` where `step_ms` is given"),
+    ("batch", "tokens", "`batch` needs `tokens`"),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(compile.Cluster, Unequal):
+class PlanOptions(compile.Cluster, Unequal):
     """The options of a plan.
 
     Args:
@@ -68,14 +132,15 @@ class Options(compile.Cluster, Unequal):
     @property
     def is_described(self) -> bool:
         """Whether an experiment is planned for a cluster that is not here."""
-        kinds = self.chips, self.topology, self.gpu
+        kinds = (self.chips, self.topology, self.gpu)
         return self.experiment is not None and any(x is not None for x in kinds)
 
     @property
     def size(self) -> float | None:
         """The given number of parameters."""
-        megabytes = self.parameter_mb
-        return self.parameters if megabytes is None else megabytes * 1e6 / 4
+        if self.parameter_mb is None:
+            return self.parameters
+        return self.parameter_mb * 1e6 / 4
 
     @property
     def chip(self) -> tuple[lj.aot.Chip, int]:
@@ -85,9 +150,11 @@ class Options(compile.Cluster, Unequal):
           ValueError: see `shared`, or chips that are too small.
         """
         chip, shape = self.shared()
-        count, size = math.prod(shape), self.size or 0
+        count = math.prod(shape)
         each = count // (self.sites or 1)
-        if size > (most := chip.memory * each / STATE):
+        most = chip.memory * each / STATE
+        size = self.size
+        if size is not None and size > most:
             raise ValueError(
                 f"`parameters` must be at most {most:.2g}, which {each} {chip.name} of a "
                 f"site hold with gradients and Adam in float32, got parameters={size:g}"
@@ -96,74 +163,31 @@ class Options(compile.Cluster, Unequal):
 
     def check(self) -> None:
         """Raises ValueError unless the values are possible, alone and together."""
-        self._check_values()
-        if self.parameters is not None and self.parameter_mb is not None:
-            raise ValueError("only one of `parameters` and `parameter_mb` may be given")
-        if self.latency_ms and self.mbit is None:
-            raise ValueError("`latency_ms` needs `mbit`")
-        (self._check_experiment if self.experiment else self._check_numbers)()
-
-    def _check_values(self) -> None:
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
-        for name, most in (("share", "(0, 1)"), ("efficiency", "(0, 1]")):
-            value = getattr(self, name)
-            if not 0 < value <= 1 or (name == "share" and value == 1):
-                raise ValueError(f"`{name}` must be in {most}, got {name}={value:g}")
-        if not 0 <= self.latency_ms < math.inf:
-            raise ValueError(
-                f"`latency_ms` must be at least 0, got latency_ms={self.latency_ms:g}"
-            )
-        given = {name: getattr(self, name) for name in MOST} | {"parameters": self.size}
-        for name, most in MOST.items():
-            value = given[name]
-            if value is not None and value > most:
-                raise ValueError(f"`{name}` must be at most {most:g}, got {name}={value:g}")
-        if self.sites is not None and self.sites < 2:
-            raise ValueError(
-                f"`sites` must be at least 2: one has no exchanges, got sites={self.sites}"
-            )
-        if self.plot is not None and self.plot.suffix != ".png":
-            raise ValueError(f"`plot` must be a PNG file, got plot={self.plot}")
-
-    def _check_experiment(self) -> None:
-        for name in ("tokens", "batch"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"`{name}` is for plans without an experiment")
-        if (self.is_described or self.sites is not None) and self.mbit is None:
-            raise ValueError("`mbit` must be given for links that are not here")
-        if self.chips is None and self.is_described and self.sites is not None:
-            raise ValueError("`slices` or `hosts` give the number of sites, not `sites`")
-        if self.chips is not None and self.sites is None:
-            raise ValueError("`chips` needs `sites`")
-
-    def _check_numbers(self) -> None:
-        if self.topology is not None or self.gpu is not None:
-            raise ValueError("`topology` and `gpu` need an experiment; see `chips`")
-        if self.size is None and self.sites is None and self.mbit is None:
-            raise ValueError(
-                "an experiment must be given, or `parameters`, `sites` and `mbit` with "
-                f"`tokens` and `chips`, or with `step_ms`; see {PROGRAM} --help"
-            )
-        given = {"parameters": self.size, "sites": self.sites, "mbit": self.mbit}
-        if self.step_ms is None:
-            given |= {"tokens": self.tokens, "chips": self.chips}
-        if missing := [name for name, value in given.items() if value is None]:
-            raise ValueError(f"`{missing[0]}` must be given, or the name of an experiment")
-        if self.step_ms is not None and self.tokens is not None and self.batch is None:
-            raise ValueError("`tokens` needs `batch` where `step_ms` is given")
-        if self.batch is not None and self.tokens is None:
-            raise ValueError("`batch` needs `tokens`")
+        for name, condition in RANGES:
+            value = self.size if name == "parameters" else getattr(self, name)
+            if value is not None and not condition.holds(value):
+                shown = value if isinstance(value, pathlib.Path) else f"{value:g}"
+                raise ValueError(f"`{name}` must be {condition.text}, got {name}={shown}")
+        for given, missing, message in REFUSED:
+            if all(map(self._has, given.split())) and not any(
+                map(self._has, missing.split())
+            ):
+                raise ValueError(message)
         self._check_tokens()
 
+    def _has(self, name: str) -> bool:
+        """Whether an option is given. Its range is checked before; a latency may be 0."""
+        return getattr(self, name) not in (None, 0)
+
     def _check_tokens(self) -> None:
+        """Raises ValueError for fewer tokens than one step takes."""
         if self.tokens is None or self.size is None or self.sites is None:
             return
-        law = laws.settings(self.size, self.sites, "diloco", 1)["batch"]
-        if self.tokens < (self.batch or law):
+        batch = self.batch
+        if batch is None:
+            batch = laws.settings(self.size, self.sites, "diloco", 1)["batch"]
+        if self.tokens < batch:
             raise ValueError(
-                f"`tokens` must be at least the {number(self.batch or law)} of a step, got "
+                f"`tokens` must be at least the {number(batch)} of a step, got "
                 f"tokens={self.tokens:g}"
             )

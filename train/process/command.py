@@ -34,7 +34,8 @@ class Lasting:
     """
 
     def __init__(self, stream: TextIO, name: str):
-        self._stream, self._name = stream, name
+        self._stream = stream
+        self._name = name
         self.failure = ""
         self.tell: Callable[[str], None] = lambda text: None
 

@@ -54,7 +54,8 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
       extra: the extra of lsgd_jax that installs them.
       packages: names of modules.
     """
-    if missing := [name for name in packages if not is_installed(name)]:
+    missing = [name for name in packages if not is_installed(name)]
+    if missing:
         raise ValueError(
             f"{what} needs {missing[0]}, which is not installed: "
             f'pip install -e ".[{extra}]" in a checkout of lsgd_jax'
@@ -86,12 +87,14 @@ def suggestion(given: str, names: list[str]) -> str:
     """
     same = {f"{given}.name", given.removesuffix(".name")}
     same |= {name for name in names if name.endswith(f".{given.lstrip('-')}")}
-    if same := sorted(same.intersection(names)):
+    same = sorted(same.intersection(names))
+    if same:
         return f"; did you mean {same[0]}?"
     group = given[: given.rfind(".") + 1]
     siblings = [name.removeprefix(group) for name in names if name.startswith(group)]
     if not siblings:
-        group, siblings = "", names
+        group = ""
+        siblings = names
     return meant(given.removeprefix(group), siblings, group)
 
 

@@ -16,7 +16,8 @@ def python_only(stdout: TextIO) -> TextIO:
         stdout.flush()
     except (OSError, ValueError):
         return stdout  # it is closed or full, which the next write reports
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
     line_buffering = getattr(stdout, "line_buffering", True)

@@ -34,10 +34,12 @@ SILENCE = 3.0  # timeouts without a step after which a worker is named
 
 def take_steps(run: Run) -> signal.Signals | str | None:
     """Runs the workers to the last step. Returns the reason to stop early, or None."""
-    config, experiment = run.config, run.experiment
+    config = run.config
+    experiment = run.experiment
     assert isinstance(experiment, AsynchronousExperiment)
     follower = Follower(run, experiment)
-    options, chosen = config.ray, engine()
+    options = config.ray
+    chosen = engine()
     store = options.object_store
     states = experiment.apart(run.state) if run.step else None
     run.stopwatch.pauses = False
@@ -51,7 +53,7 @@ def take_steps(run: Run) -> signal.Signals | str | None:
                 config.workers.nodes,
                 config.workers.locals,
                 config.steps,
-                options=chosen.Options(
+                options=chosen.ClusterOptions(
                     address=options.address,
                     num_cpus=options.cpus_per_worker,
                     num_gpus=options.gpus_per_worker,
@@ -113,20 +115,24 @@ class Follower:
     """
 
     def __init__(self, run: Run, experiment: AsynchronousExperiment):
-        self._run, self._experiment = run, experiment
+        self._run = run
+        self._experiment = experiment
         self._counts = [state["count"] for state in experiment.apart(run.state)]
         self._sent = experiment.sent(run.state)
         self._states: list[State | None] = [None] * len(self._counts)
-        self._reported, self._present = run.step, set(range(len(self._counts)))
+        self._reported = run.step
+        self._present = set(range(len(self._counts)))
         self._missing: set[int] = set()
         self._stepped = {i: (0, time.monotonic()) for i in self._present}  # steps, when
         self._silent: set[int] = set()
-        self._has_stepped, self._distance = False, np.nan
+        self._has_stepped = False
+        self._distance = np.nan
         self.stopped_by: signal.Signals | str | None = None
 
     def __call__(self, status: lj.asynchronous.Status, remote: Any) -> None:
         """Handles the status of all workers. `remote` is asked for their states."""
-        run, config = self._run, self._run.config
+        run = self._run
+        config = run.config
         before = run.step
         self._count(status)
         if run.step > before:
@@ -179,7 +185,8 @@ class Follower:
     # Reports
 
     def _report(self, status: lj.asynchronous.Status) -> None:
-        run, counts = self._run, self._counts
+        run = self._run
+        counts = self._counts
         steps = run.step - self._reported
         losses = self._losses(status)
         if losses is None or steps <= 0:
@@ -188,7 +195,8 @@ class Follower:
         run.buffer.recent.add([losses] * steps)
         grid = run.config.workers
         run.progress.workers(summary(status, counts), counts)
-        distance, self._distance = self._distance, np.nan
+        distance = self._distance
+        self._distance = np.nan
         report(run, Interval(run.step, losses[None], distance, done=run.step))
         run.write("pace", **pace_event(status, counts))
         for values in leader_events(status, grid.nodes, grid.locals):
@@ -204,10 +212,12 @@ class Follower:
 
     def _tell_of_losses(self, status: lj.asynchronous.Status, remote: Any) -> None:
         """Reports workers that are down, and workers that are back."""
-        progress, counts = self._run.progress, self._counts
+        progress = self._run.progress
+        counts = self._counts
         present = set(status.present) | set(remote.ended)
         missing = self._present - present
-        down, self._missing = missing & self._missing, missing  # one that just ended is not
+        down = missing & self._missing  # one that has just ended is missing only once
+        self._missing = missing
         for i in sorted(down):
             progress.warn(f"worker {i} is down at its step {counts[i]}")
         for i in sorted(present - self._present):
@@ -216,7 +226,8 @@ class Follower:
 
     def _tell_of_silence(self, status: lj.asynchronous.Status, remote: Any) -> None:
         """Names workers that take no steps while others do."""
-        limit, now = SILENCE * self._run.config.ray.timeout, time.monotonic()
+        limit = SILENCE * self._run.config.ray.timeout
+        now = time.monotonic()
         for i, (steps, _) in self._stepped.items():
             if status.reports[i].steps != steps:
                 self._stepped[i] = status.reports[i].steps, now
@@ -287,7 +298,10 @@ def pace_event(status: lj.asynchronous.Status, counts: Sequence[int]) -> dict[st
       counts: steps that each worker has taken.
     """
     reports = [status.reports[i] for i in range(len(counts))]
-    column = lambda name: [getattr(report, name) for report in reports]
+
+    def column(name):
+        return [getattr(report, name) for report in reports]
+
     return {
         "steps": list(counts),
         "present": status.present,
@@ -321,17 +335,23 @@ def leader_events(
 def summary(status: lj.asynchronous.Status, counts: Sequence[int]) -> str:
     """The workers' steps, the leader and the workers that are down, in one phrase.
 
-    >>> of = lambda steps, score: lj.asynchronous.Report(steps, 1.0, score, staleness=2.0)
-    >>> reports = {0: of(7, 0.5), 1: of(9, 0.4), 2: of(4, 0.9)}
+    >>> Report = lj.asynchronous.WorkerReport
+    >>> reports = {
+    ...     i: Report(steps, 1.0, score, staleness=2.0)
+    ...     for i, (steps, score) in enumerate([(7, 0.5), (9, 0.4), (4, 0.9)])
+    ... }
     >>> summary(lj.asynchronous.Status([0, 1], [], 20, 0, reports), [7, 9, 4])
     'workers at 4 to 9, worker 1 leads, staleness 2.0, down: 2'
     """
     workers = range(len(counts))
     parts = [f"workers at {min(counts)} to {max(counts)}"]
-    if (leader := status.leader(workers)) is not None:
+    leader = status.leader(workers)
+    if leader is not None:
         parts.append(f"worker {leader} leads")
-    if staleness := max(status.reports[i].staleness for i in workers):
+    staleness = max(status.reports[i].staleness for i in workers)
+    if staleness:
         parts.append(f"staleness {staleness:.1f}")
-    if down := [str(i) for i in workers if i not in status.present]:
+    down = [str(i) for i in workers if i not in status.present]
+    if down:
         parts.append(f"down: {' '.join(down)}")
     return ", ".join(parts)

@@ -77,11 +77,15 @@ class BestAndFinite(checkpoint_managers.PreservationPolicy):
     """
 
     def __init__(self, folder: pathlib.Path):
-        self._folder, self.known = folder, {}
+        self._folder = folder
+        self.known = {}
 
     def latest_finite(self, steps: Iterable[int]) -> int | None:
         """Returns the latest of the steps whose losses are finite, or None."""
-        finite = lambda step: self._notes(step).get("finite", True)
+
+        def finite(step):
+            return self._notes(step).get("finite", True)
+
         return max(filter(finite, steps), default=None)
 
     def best(self, steps: Iterable[int]) -> Best | None:
@@ -128,7 +132,9 @@ class Checkpoints:
         session: Session,
         check: Callable[[], None] = lambda: None,
     ):
-        self._folder, self._warn, self._session = folder.absolute(), warn, session
+        self._folder = folder.absolute()
+        self._warn = warn
+        self._session = session
         self._check = check
         _silence()
         self._remove_leftovers()
@@ -177,13 +183,17 @@ class Checkpoints:
         if step == self._unconfirmed:
             return True
         self.wait()
-        newest = max(steps := self._manager.all_steps(), default=step)
+        steps = self._manager.all_steps()
         if step in steps:
             return True
         self._unconfirmed = step
         needed = sum(x.nbytes for x in jax.tree.leaves((state, model)))
-        later = f"the one of step {newest} is later" if newest > step else ""
-        if obstacle := later or self._obstacle(needed):  # Orbax would skip it in silence
+        newest = max(steps, default=step)
+        if newest > step:  # Orbax would skip this one in silence
+            obstacle = f"the one of step {newest} is later"
+        else:
+            obstacle = self._obstacle(needed)
+        if obstacle:
             self._failed(obstacle)
             return False
         items = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(notes)}
@@ -244,7 +254,8 @@ class Checkpoints:
         except FAILURES as error:
             self._failed(self._gone() or error)
             return False
-        if self._unconfirmed is not None and (gone := self._gone()):
+        gone = "" if self._unconfirmed is None else self._gone()
+        if gone:
             self._failed(gone)
             return False
         self._unconfirmed = None
@@ -252,7 +263,8 @@ class Checkpoints:
         return True
 
     def _failed(self, error: Exception | str) -> None:
-        step, self._unconfirmed = self._unconfirmed, None
+        step = self._unconfirmed
+        self._unconfirmed = None
         self._tests.clear()
         self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
         self._remove_leftovers()
@@ -344,9 +356,11 @@ def read(
       ValueError: it is not, but holds another state than `like`, or reading it failed.
       ValueError, RuntimeError: of XLA; another process was lost.
     """
-    session, path = session or Session(), folder.absolute() / str(step)
+    session = session or Session()
+    path = folder.absolute() / str(step)
     damage = checksums.damage(path) if session.is_main else ""
-    if damage := session.agree(damage):
+    damage = session.agree(damage)
+    if damage:
         raise Unreadable(step, damage)
     noted = notes_of(folder, step)
     try:
@@ -391,7 +405,8 @@ def read_model(folder: pathlib.Path, step: int, worker: int | None = None) -> An
       Unreadable: the checkpoint is damaged.
     """
     path = folder.absolute() / str(step)
-    if damage := checksums.damage(path):
+    damage = checksums.damage(path)
+    if damage:
         raise Unreadable(step, damage)
     if worker is None and not (path / MODEL).exists():
         raise Unreadable(
@@ -428,8 +443,13 @@ def _restore(path: pathlib.Path, wanted: Any, known: Any) -> Any:
     if known is wanted:
         return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
     found = _by_name(checkpointer.restore(path, args=ocp.args.StandardRestore(known)))
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, "sharding", None))
-    fill = lambda path, x: found[_name(path)] if _name(path) in found else zeros(x)
+
+    def zeros(x):
+        return jnp.zeros(x.shape, x.dtype, device=getattr(x, "sharding", None))
+
+    def fill(path, x):
+        return found[_name(path)] if _name(path) in found else zeros(x)
+
     return jax.tree_util.tree_map_with_path(fill, wanted)
 
 
@@ -440,7 +460,9 @@ def _as_saved(wanted: Any, saved: Any) -> Any:
     is the tree itself if the fields are the same.
     """
     there = _by_name(saved)
-    is_new = lambda name: name.rpartition(".")[2] in NEW_COUNTERS and name not in there
+
+    def is_new(name):
+        return name.rpartition(".")[2] in NEW_COUNTERS and name not in there
 
     def known(tree: Any, saved: Any, name: str) -> Any:
         if isinstance(tree, dict):
@@ -482,7 +504,8 @@ def _first_difference(saved: Any, wanted: Any) -> str:
             return f"{name} is in it, and not in this run"
         if name not in there:
             return f"{name} is not in it"
-        a, b = there[name], here[name]
+        a = there[name]
+        b = here[name]
         if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):  # saved as integers
             same = a.shape[: len(b.shape)] == b.shape
         else:

@@ -129,7 +129,8 @@ def _named(arguments: list[str], file: Mapping[str, Any]) -> tuple[str, list[str
     known = experiments.names()
     # Options of the method, which are not parsed yet, may stand before the name.
     first = [x for x in arguments[:1] if not x.startswith("-")]
-    found, rest = [*first, *(x for x in arguments if x in known)], list(arguments)
+    found = [*first, *(x for x in arguments if x in known)]
+    rest = list(arguments)
     if found:
         rest.remove(found[0])
     name = found[0] if found else str(file.get("experiment") or file.get("name", ""))
@@ -139,7 +140,8 @@ def _named(arguments: list[str], file: Mapping[str, Any]) -> tuple[str, list[str
             f"expected one of {', '.join(known)}, got {name!r}{meant(name, known)}; see "
             f"{PROGRAM} --help"
         )
-    if (of := file.get("experiment") or name) != name:
+    of = file.get("experiment") or name
+    if of != name:
         raise ValueError(f"--config is of {of!r}, not of {name!r}")
     return name, rest
 
@@ -306,7 +308,8 @@ def _check_flags(arguments: Sequence[str], hints: Mapping[str, Any], prog: str) 
     words = [part for word in arguments for part in word.split("=", 1)]
     given = list(itertools.pairwise([*words, ""]))
     for name in (name for name, hint in hints.items() if hint is bool):
-        on, off = _option(name), _option(name, "no-")
+        on = _option(name)
+        off = _option(name, "no-")
         for word, value in given:
             reason = None
             if word.replace("_", "-") in (on, off) and value.lower() in TRUTHS:
@@ -328,7 +331,8 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
         ):
             return _unrecognized(unknown, names)
         case _errors.InvalidChoice():
-            choices, value = event.choices, event.value
+            choices = event.choices
+            value = event.value
             listed = ", ".join(choices)
             return f"{option} must be one of {listed}, got {value!r}{meant(value, choices)}"
         case _errors.BadValue():
@@ -351,10 +355,12 @@ def _of_a_value(option: str, message: str) -> str:
     >>> _of_a_value("--betas", "no type matching {None}|{FLOAT FLOAT} could ... ['0.9']")
     "--betas must be two numbers, got '0.9'"
     """
-    if optional := re.match(r"no type matching \{None\}\|(INT|FLOAT) .*\[(.*)\]", message):
+    optional = re.match(r"no type matching \{None\}\|(INT|FLOAT) .*\[(.*)\]", message)
+    if optional:
         kind = {"INT": "an int", "FLOAT": "a number"}[optional[1]]
         return f"{option} must be {kind}, got {optional[2]}"
-    if pair := re.match(r"no type matching \{None\}\|\{FLOAT FLOAT\} .*\[(.*)\]", message):
+    pair = re.match(r"no type matching \{None\}\|\{FLOAT FLOAT\} .*\[(.*)\]", message)
+    if pair:
         return f"{option} must be two numbers, got {pair[1]}"
     for start, kind in NUMBERS.items():
         if message.startswith(start):

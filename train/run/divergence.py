@@ -16,7 +16,8 @@ class Divergence:
     """
 
     def __init__(self, limit: int, buffer: MetricsBuffer):
-        self._limit, self._buffer = limit, buffer
+        self._limit = limit
+        self._buffer = buffer
         # The first nonfinite loss is read before the limit can be reached.
         self._every = max(1, limit // 2)
         self._lag = limit - self._every

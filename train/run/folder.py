@@ -142,7 +142,8 @@ def check_same_experiment(
 
 def unused(wanted: pathlib.Path) -> pathlib.Path:
     """Returns PATH, or the first of PATH-2, PATH-3, … that does not exist."""
-    path, count = wanted, 1
+    path = wanted
+    count = 1
     while path.exists():
         count += 1
         path = wanted.with_name(f"{wanted.name}-{count}")

@@ -79,7 +79,8 @@ class RunLock:
         Raises:
           OSError: the folder is gone, or another folder has its name.
         """
-        if line := _taken_over(self._lease, self._folder):
+        line = _taken_over(self._lease, self._folder)
+        if line:
             self._lost(line)
         elif _owner(self._folder)[2:] != [TOKEN]:
             raise FileNotFoundError(
@@ -126,7 +127,10 @@ def _acquire(lease: SoftFileLease, folder: pathlib.Path, say: Say) -> None:
     _check_writable(folder)
     if not lease.is_lock_held_by_us:  # an earlier run of this process may hold it
         before = _renewed(folder)
-        lives = lambda: _renewed(folder) not in (None, before)
+
+        def lives():
+            return _renewed(folder) not in (None, before)
+
         for seconds in (2 * RENEWAL_S, LEASE_S):
             with contextlib.suppress(filelock.Timeout):
                 lease.acquire(seconds, poll_interval=RENEWAL_S / 10, cancel_check=lives)
@@ -167,7 +171,8 @@ def _keep_renewing(
     another process takes it over.
     """
     while lease.is_locked and not released.is_set():
-        if line := _taken_over(lease, folder):
+        line = _taken_over(lease, folder)
+        if line:
             return lost(line)
         if lease.owner is not None:
             with contextlib.suppress(OSError):

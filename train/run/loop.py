@@ -50,11 +50,13 @@ def train(run: Run) -> Result:
 
 def take_steps(run: Run) -> Reason | None:
     """Takes the remaining steps. Returns the reason to stop early, or None."""
-    config, experiment = run.config, run.experiment
+    config = run.config
+    experiment = run.experiment
     assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
-    left, compiled = range(run.step, config.steps), set()
+    left = range(run.step, config.steps)
+    compiled = set()
     with contextlib.closing(experiment.batches(left)) as batches:
         for batch in batches:
             phase = experiment.phase(run.step + 1)
@@ -149,9 +151,11 @@ def announce(run: Run) -> None:
     software = dict(jax_settings=numerics.jax_settings(), packages=numerics.versions())
     run.write("start", workers=grid, **began, **sizes, **software, **_versions())
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
-    if line := without_exchanges(run.config):
+    line = without_exchanges(run.config)
+    if line:
         run.progress.warn(line)
-    if line := flag_for_delay(run, jax.default_backend(), os.environ):
+    line = flag_for_delay(run, jax.default_backend(), os.environ)
+    if line:
         run.progress.say(line)
     if run.step:
         run.progress.say(f"resumed at step {run.step}")
@@ -162,7 +166,8 @@ def announce(run: Run) -> None:
 
 def without_exchanges(config: Config) -> str:
     """Says that a method is configured to exchange nothing, or ''."""
-    first, steps = config.method.first_exchange(), config.steps
+    first = config.method.first_exchange()
+    steps = config.steps
     if first is None or first <= steps or config.workers.nodes * config.workers.locals == 1:
         return ""
     return (

@@ -75,11 +75,17 @@ class Run:
         progress: Progress,
         lock: RunLock | None,
     ):
-        self.config, self.session, self.experiment = config, session, experiment
-        self.folder, self.checkpoints, self.metrics = folder, checkpoints, metrics
-        self.progress, self.lock = progress, lock
+        self.config = config
+        self.session = session
+        self.experiment = experiment
+        self.folder = folder
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.progress = progress
+        self.lock = lock
         self.state: Any = start.state
-        self.step, self.resizing = start.step, start.resizing
+        self.step = start.step
+        self.resizing = start.resizing
         self.stopwatch = Stopwatch(start.seconds, start.compile_seconds)
         every = config.log_every
         self.pace = Pace(at_least=every // 2)
@@ -92,8 +98,12 @@ class Run:
             closes=lambda step: min(-(-step // every) * every, config.steps),
         )
         self.stop_signals = StopSignals(session)
-        best = lambda: "inf" if (x := checkpoints.best()) is None else repr(x.value)
-        self.lowest = float(session.of_main(best))
+
+        def measure_of_the_best() -> str:
+            best = checkpoints.best()
+            return "inf" if best is None else repr(best.value)
+
+        self.lowest = float(session.of_main(measure_of_the_best))
         self.test_is_due = start.test_is_due
         self.last_test: tuple[int, Tested] | None = None
         self.center: dict[str, Any] | None = None
@@ -180,17 +190,29 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"the run has taken {counted(start.step, 'step')} already, more than --steps "
             f"{config.steps}: it takes no more"
         )
-    others = []
-    for service, project in projects(config).items() if session.is_main else ():
-        own = service, project, folder, fields(config), log.last_steps(folder)
-        others.append(trackers.Service(*own, progress.warn_here))
-    metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, others)
+    services = tracked(config, folder, progress) if session.is_main else []
+    metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, services)
     run = Run(
         config, session, experiment, folder, start, checkpoints, metrics, progress, lock
     )
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def tracked(
+    config: Config, folder: pathlib.Path, progress: Progress
+) -> list[trackers.Service]:
+    """Opens the services to which the metrics are sent."""
+    services = []
+    for service, project in projects(config).items():
+        last = log.last_steps(folder)
+        services.append(
+            trackers.Service(
+                service, project, folder, fields(config), last, progress.warn_here
+            )
+        )
+    return services
 
 
 def projects(config: Config) -> dict[str, str]:
@@ -212,7 +234,10 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
         os._exit(session.leave(STOPPED, line))  # even if the main thread hangs
 
     held: list[RunLock] = []
-    take = lambda: held.append(RunLock(folder, progress.say, lost))
+
+    def take() -> None:
+        held.append(RunLock(folder, progress.say, lost))
+
     written_by_main(session, folder, take)
     return held[0] if held else None
 
@@ -286,7 +311,9 @@ def check_same_start(
                     f"{name.replace('_', ' ')}, not {count}"
                 )
         begun = start.get("settings")
-        for name, before in begun.items() if isinstance(begun, dict) else ():
+        if not isinstance(begun, dict):
+            begun = {}
+        for name, before in begun.items():
             if name in now and now[name] != before:
                 raise ValueError(
                     f"{folder / run_folder.CONFIG} was edited: the run began with "
@@ -299,8 +326,11 @@ def check_same_start(
 
 def _check_same_jax_settings(start: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Raises ValueError if jax had settings at a start that give other numbers."""
-    before, now = start.get("jax_settings"), numerics.jax_settings()
-    for name, value in before.items() if isinstance(before, dict) else ():
+    before = start.get("jax_settings")
+    if not isinstance(before, dict):
+        return
+    now = numerics.jax_settings()
+    for name, value in before.items():
         if name in now and now[name] != value:
             variable = name.upper()
             remedy = f"unset {variable}" if value is None else f"set {variable}={value}"
@@ -312,11 +342,13 @@ def _check_same_jax_settings(start: Mapping[str, Any], folder: pathlib.Path) -> 
 
 def _warn_of_other_versions(start: Mapping[str, Any], warn: Callable[[str], None]) -> None:
     """Warns if packages have other versions than at a start, which may change numbers."""
-    before, now = start.get("packages"), numerics.versions()
+    before = start.get("packages")
+    now = numerics.versions()
     if not isinstance(before, dict):
         return
     changed = [x for x in now if before.get(x, now[x]) != now[x]]
-    if named := ", ".join(f"{x} {before[x]} -> {now[x]}" for x in changed):
+    named = ", ".join(f"{x} {before[x]} -> {now[x]}" for x in changed)
+    if named:
         warn(f"the run continues with other versions: {named}")
 
 

@@ -33,7 +33,8 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
     Returns:
       The files. Figures without data are left out.
     """
-    events, written = log.read(folder), []
+    events = log.read(folder)
+    written = []
     for name, make in FIGURES.items():
         figure = make(events)
         if figure is not None:
@@ -91,7 +92,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def _training(events: Events) -> Any:
     """Training loss and test results against steps and against seconds."""
-    train, test = events.get("train", []), events.get("test", [])
+    train = events.get("train", [])
+    test = events.get("test", [])
     if not train:
         return None
     measure = of_events(test)
@@ -125,12 +127,14 @@ def _grids(events: Events) -> list[tuple[int, int, int, int]]:
 
 def _leaders(events: Events) -> Any:
     """The leaders over time (left) and how often each worker led (right), per level."""
-    elections, grids = events.get("leaders", []), _grids(events)
+    elections = events.get("leaders", [])
+    grids = _grids(events)
     levels = [[e for e in elections if e["level"] == level] for level in ("node", "all")]
     shown = list(filter(None, levels))
     if not shown or not grids:
         return None
-    size, rows = (9, 1.5 + 2.4 * len(shown)), len(shown)
+    size = (9, 1.5 + 2.4 * len(shown))
+    rows = len(shown)
     figure, grid = subplots(
         rows, 2, figsize=size, squeeze=False, sharey=True, width_ratios=(3, 1)
     )
@@ -198,7 +202,8 @@ def _traffic(events: Events) -> Any:
     figure, axes = subplots(figsize=(9, 3))
     style = {"color": BLUE, "edgecolor": BLUE, "lw": 0.8}
     axes.bar(np.arange(1, shown + 1), megabytes[:shown], **style)
-    peak, mean = megabytes.max(), megabytes.mean()
+    peak = megabytes.max()
+    mean = megabytes.mean()
     axes.axhline(mean, color=ORANGE, lw=1)
     which = "all" if shown == len(sent) else f"the first {shown} of {len(sent)}"
     title = f"{which} steps; peak {peak:.3g} MB in a step, mean {mean:.3g} MB a step"

@@ -98,7 +98,8 @@ def run_test(run: Run) -> Tested:
 
 def _warn_of_nonfinite(run: Run, step: int, finite: np.ndarray) -> None:
     bad = np.flatnonzero(~finite.all(axis=0))
-    if steps := run.buffer.recent.nonfinite_steps:
+    steps = run.buffer.recent.nonfinite_steps
+    if steps:
         run.progress.warn(
             f"no worker has had a finite loss for {counted(steps, 'step')}: nothing is "
             "exchanged, and training stops after "
@@ -159,7 +160,8 @@ def _warn_of_differing(run: Run, interval: Interval) -> None:
 
 def leaders(pull: lj.Diagnostics, nodes: int) -> dict[str, Any]:
     """The leaders of a pull (one per node, or one of all) and the scores of all workers."""
-    leader, score = np.asarray(pull.leader), np.asarray(pull.score)
+    leader = np.asarray(pull.leader)
+    score = np.asarray(pull.score)
     if pull.axes == ("local",):
         grid = leader.reshape(nodes, -1)
         chosen = grid[:, 0] + np.arange(nodes) * grid.shape[1]

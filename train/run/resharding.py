@@ -249,7 +249,9 @@ def like(state: TrainState, old: WorkersConfig) -> TrainState:
         rows = () if of_all(x) else (old.nodes * old.locals,)
         return jax.tree.map(lambda x: leaf(x, rows), x)
 
-    of_all = lambda x: isinstance(x, lj.Shared) and x.axes is None
+    def of_all(x):
+        return isinstance(x, lj.Shared) and x.axes is None
+
     return jax.tree.map(node, state, is_leaf=of_all)
 
 

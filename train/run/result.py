@@ -112,7 +112,8 @@ def last_line(result: Result, config: Config) -> str:
     compiled = f"compiled in {result.compile_seconds:.1f} s"
     after = f"{result.seconds:.1f} s of training ({compiled})"
     if result.tested is not None:
-        center, best = result.tested.center, result.tested.best
+        center = result.tested.center
+        best = result.tested.best
         line = (
             f"{measures.text(center, name=True)} (center), {measures.text(best)} "
             f"(best worker) after {counted(result.step, 'step')} and {after}"

@@ -57,7 +57,8 @@ def how_to_resume(config: Config, folder: pathlib.Path, when: str = "to resume")
 
 def tell_launcher(config: Config, folder: pathlib.Path) -> None:
     """Tells `train.launch` how to resume the run, in case that all processes die."""
-    if file := os.environ.get(TOLD):
+    file = os.environ.get(TOLD)
+    if file:
         told = [resume_command(config, folder), str(folder / CONFIG)]
         with contextlib.suppress(OSError):
             pathlib.Path(file).write_text(json.dumps(told))
@@ -89,7 +90,8 @@ def _option(field: str, value: Any) -> list[str]:
     *groups, name = field.replace("_", "-").split(".")
     if isinstance(value, bool) and SETTINGS[field].hint is bool:
         return ["--" + ".".join([*groups, name if value else f"no-{name}"])]
-    option, values = "--" + ".".join([*groups, name]), value
+    option = "--" + ".".join([*groups, name])
+    values = value
     if not isinstance(value, tuple):
         values = (value,)
     if len(values) == 1 and str(values[0]).startswith("-"):

@@ -21,7 +21,8 @@ class Stopwatch:
     def __init__(self, seconds: float = 0.0, compile_seconds: float = 0.0):
         self._before = seconds
         self._since: float | None = None
-        self.pauses, self.compile_seconds = True, compile_seconds
+        self.pauses = True
+        self.compile_seconds = compile_seconds
 
     @property
     def seconds(self) -> float:
@@ -49,7 +50,8 @@ class Stopwatch:
         if not self.pauses:
             yield
             return
-        self._before, self._since = self.seconds, None
+        self._before = self.seconds
+        self._since = None
         try:
             yield
         finally:
@@ -78,7 +80,9 @@ class Pace:
         """
         if self._since is None:
             self._since = done, seconds
-        steps, elapsed = done - self._since[0], seconds - self._since[1]
+        steps = done - self._since[0]
+        elapsed = seconds - self._since[1]
         if steps > self._at_least and elapsed > 0:
-            self._since, self._last = (done, seconds), steps / elapsed
+            self._since = (done, seconds)
+            self._last = steps / elapsed
         return self._last

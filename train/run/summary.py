@@ -22,16 +22,21 @@ def rows(result: Result, latest: Mapping[str, Mapping[str, Any]]) -> dict[str, s
         found["best worker"] = _tested(result.tested.best)
     if result.best is not None:
         found["best checkpoint"] = f"step {result.best.step}: {_tested(result.best.tested)}"
-    found["last checkpoint"] = None if (x := result.checkpoint) is None else f"step {x}"
-    if (pace := train.get("steps_per_second")) is not None:
+    if result.checkpoint is not None:
+        found["last checkpoint"] = f"step {result.checkpoint}"
+    pace = train.get("steps_per_second")
+    if pace is not None:
         found["steps"] = f"{result.step}, {pace:.1f} a second"
     found["training time"] = f"{result.seconds:.1f} s"
     found["compile time"] = f"{result.compile_seconds:.1f} s"
-    if (loss := train.get("loss")) is not None:
+    loss = train.get("loss")
+    if loss is not None:
         found["training loss"] = f"{loss:.4f}"
-    if (sent := latest.get("test", train).get("bytes_sent")) is not None:
+    sent = latest.get("test", train).get("bytes_sent")
+    if sent is not None:
         found["sent per worker"] = f"{sent / 1e6:.1f} MB"
-    if restored := train.get("restored"):
+    restored = train.get("restored")
+    if restored:
         found["workers restored"] = str(restored)
     return {name: text for name, text in found.items() if text is not None}
 

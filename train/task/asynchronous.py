@@ -68,7 +68,9 @@ def training(
         return task, Batches(task.forward.source)
 
     task, _ = task_of(0)
-    keys, learn, start = task.keys(), jax.jit(task.learn), functools.cache(task.start)
+    keys = task.keys()
+    learn = jax.jit(task.learn)
+    start = functools.cache(task.start)
 
     def init(index: int) -> tuple[Any, Any, Own]:
         task_of(index)
@@ -79,7 +81,8 @@ def training(
         task, batches = task_of(own.index)
         done: Any = lj.Shared(np.int32(t - 1))
         state = TrainState(params, own.stats, opt_state, keys[own.index], done)
-        data, batch = task.forward.source.data, batches.at(int(done.value))
+        data = task.forward.source.data
+        batch = batches.at(int(done.value))
         updates, opt_state, stats, loss = learn(state, data, batch)
         return updates, opt_state, own._replace(stats=stats), loss
 
@@ -119,8 +122,10 @@ class Place:
         placed: dict[tuple, Any],
         put: Callable[[Any], Any] = jax.device_put,
     ):
-        self.owned, self.num_workers = range(index, index + 1), num_workers
-        self._placed, self._put = placed, put
+        self.owned = range(index, index + 1)
+        self.num_workers = num_workers
+        self._placed = placed
+        self._put = put
 
     def share(self, tree: Any) -> lj.Shared:
         """Puts a tree on the device, once for all workers of the process."""
@@ -142,7 +147,8 @@ class Batches:
     """
 
     def __init__(self, source: Any):
-        self._source, self._next = source, 0
+        self._source = source
+        self._next = 0
         self._reading: Generator[Any, None, None] | None = None
 
     def at(self, step: int) -> Any:
@@ -171,7 +177,8 @@ class AsynchronousExperiment(BaseExperiment):
         super().__init__(config, *args, **options)
 
     def __str__(self) -> str:
-        grid, name = self._config.workers, self._config.method.name
+        grid = self._config.workers
+        name = self._config.method.name
         return f"{name}: {grid.nodes} x {grid.locals} asynchronous workers"
 
     def init(self) -> AsynchronousState:
@@ -181,7 +188,8 @@ class AsynchronousExperiment(BaseExperiment):
     @functools.cached_property
     def _first(self) -> State:
         """The initial state of a worker. Building it also checks the method."""
-        grid, steps = self._config.workers, self._config.steps
+        grid = self._config.workers
+        steps = self._config.steps
         params, opt_state, stats = self.task.start()
         no_step: Any = None  # is taken here
         training = lj.asynchronous.Training(
@@ -202,9 +210,16 @@ class AsynchronousExperiment(BaseExperiment):
           step: the mean of their steps.
           sent: the bytes that each worker has sent.
         """
-        stack = lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves])
-        column = lambda name: [state[name] for state in states]
-        put = lambda trees: self.workers.put(jax.tree.map(stack, *trees))
+
+        def stack(*leaves):
+            return np.stack([np.asarray(leaf) for leaf in leaves])
+
+        def column(name):
+            return [state[name] for state in states]
+
+        def put(trees):
+            return self.workers.put(jax.tree.map(stack, *trees))
+
         stats = put([own.stats for own in column("own")])
         if stats and self._config.batch_statistics == "average":
             stats = self.workers.replicate(lj.consensus(stats))
@@ -227,7 +242,10 @@ class AsynchronousExperiment(BaseExperiment):
         state = self.workers.fetch(state)
         engine = state.engine
         method = jax.tree.structure(self._first["method"])
-        row = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+
+        def row(tree, i):
+            return jax.tree.map(lambda x: x[i], tree)
+
         return [
             {
                 "params": row(state.params, i),

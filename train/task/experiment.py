@@ -167,7 +167,8 @@ class BaseExperiment(abc.ABC):
         session: Session | None = None,
     ):
         self._config = config
-        grid, session = config.workers, session or Session()
+        grid = config.workers
+        session = session or Session()
         # Asynchronous workers have devices of their own, in other processes.
         axes = {} if config.method.is_asynchronous else grid.axes
         self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)
@@ -276,7 +277,10 @@ class BaseExperiment(abc.ABC):
 
     def _stats_of_one(self, variables, data, batch, key):
         params, stats = variables.value
-        apply = lambda stats: self.forward.loss(params, stats, data, batch, key)
+
+        def apply(stats):
+            return self.forward.loss(params, stats, data, batch, key)
+
         return batch_statistics.of_batch(apply, stats)
 
 

@@ -59,7 +59,9 @@ class ImageForward(Forward):
         if session.has_others and not session.same_everywhere(self._digest()):
             raise DataError("all processes must read the same images")
         self._classes = class_names(config, data)
-        count, options, seed = len(data.train.labels), config.data, config.seed
+        count = len(data.train.labels)
+        options = config.data
+        seed = config.seed
         size = config.batch_size, seed, options.shard
         sampler, own = sampled(count, place.num_workers, *size)
         common = sampler, place, own, TEST_BATCH
@@ -100,7 +102,8 @@ class ImageForward(Forward):
 
     def train(self, params: Any, stats: Any, key: Array, x: Array) -> tuple[Any, Any]:
         """The logits in training, and the updated statistics."""
-        variables, rngs = {"params": params, **stats}, {"dropout": key}
+        variables = {"params": params, **stats}
+        rngs = {"dropout": key}
         return self.model.apply(variables, x, True, rngs=rngs, mutable=list(stats))
 
     def sums(self, variables: Any, *batch: Array) -> tuple[Array, ...]:

@@ -41,7 +41,8 @@ def mesh(axes: dict[str, int]) -> Mesh | None:
     """
     if not axes:
         return None
-    devices, count = jax.local_devices(), math.prod(axes.values())
+    devices = jax.local_devices()
+    count = math.prod(axes.values())
     if len(devices) < count:
         raise ValueError(
             f"the process of a worker must have {count} devices (workers.inside), got "
@@ -54,7 +55,8 @@ def mesh(axes: dict[str, int]) -> Mesh | None:
 
 def split_batch(tree: Any) -> Any:
     """Splits the examples of one worker's batch (leaves [B, ...]) over its devices."""
-    names, mesh = lj.layouts.inside_axes(), jax.sharding.get_abstract_mesh()
+    names = lj.layouts.inside_axes()
+    mesh = jax.sharding.get_abstract_mesh()
     if not names:
         return tree
     count = math.prod(mesh.shape[name] for name in names)

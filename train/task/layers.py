@@ -82,7 +82,10 @@ def _total(x: Array) -> Array:
     """The sum over all axes except the last, [1, …, 1, C], in at least float32."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows.astype(jnp.promote_types(x.dtype, jnp.float32))
-    by_product = lambda rows: jnp.ones(len(rows), rows.dtype) @ rows
+
+    def by_product(rows):
+        return jnp.ones(len(rows), rows.dtype) @ rows
+
     total = lax.platform_dependent(rows, cpu=by_product, default=lambda rows: rows.sum(0))
     return _beside(total, x)
 
@@ -178,7 +181,10 @@ def _by_rows(g: Array, kernel: Array) -> Array:
     sums = lax.conv_general_dilated(g, flipped, (1, 1), border, dimension_numbers=LAYOUT)
     batch, height, width = sums.shape[:3]
     sums = sums.reshape(batch, height, width, rows, inputs)
-    down = lambda r: ((0, 0), (r, rows - 1 - r), (0, 0), (0, 0))
+
+    def down(r):
+        return ((0, 0), (r, rows - 1 - r), (0, 0), (0, 0))
+
     moved = (jnp.pad(sums[:, :, :, r], down(r)) for r in range(rows))
     return functools.reduce(jnp.add, moved)
 

@@ -172,7 +172,8 @@ class Bottleneck(nn.Module):
     @nn.compact
     def __call__(self, x: Array, train: bool) -> Array:
         norm = functools.partial(_norm, use_running_average=not train)
-        out, strides = EXPANSION * self.channels, (self.stride, self.stride)
+        out = EXPANSION * self.channels
+        strides = (self.stride, self.stride)
         y = nn.relu(norm()(_conv(self.channels, (1, 1))(x)))
         y = nn.relu(norm()(_conv(self.channels, (3, 3), strides, padding=1)(y)))
         y = norm(scale_init=nn.initializers.zeros)(_conv(out, (1, 1))(y))

@@ -10,6 +10,8 @@ from train.config.schema import OptimizerConfig
 
 
 NEVER = np.iinfo(np.int32).max
+# The decay rates of the two moments, where they are not those of Adam.
+BETAS = {"lion": (0.9, 0.99)}
 
 
 def make(
@@ -31,9 +33,11 @@ def make(
 def _base(
     options: OptimizerConfig, rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
-    decay, momentum, nesterov = options.weight_decay, options.momentum, options.nesterov
+    decay = options.weight_decay
+    momentum = options.momentum
+    nesterov = options.nesterov
     mask = matrices if options.decay_of == "matrices" else None
-    b1, b2 = options.betas or (0.9, 0.99 if options.name == "lion" else 0.999)
+    b1, b2 = options.betas or BETAS.get(options.name, (0.9, 0.999))
     match options.name:
         case "sgd":
             sgd = optax.sgd(rate, momentum or None, nesterov=nesterov)
@@ -74,7 +78,8 @@ def matrices(params: Any) -> Any:
 
 def _of_muon(params: Any) -> Any:
     """The dimension numbers of muon for each parameter, or None for parameters of adamw."""
-    how = lambda is_matrix, x: (
-        optax.contrib.MuonDimensionNumbers() if is_matrix and x.ndim == 2 else None
-    )
+
+    def how(is_matrix, x):
+        return optax.contrib.MuonDimensionNumbers() if is_matrix and x.ndim == 2 else None
+
     return jax.tree.map(how, matrices(params), params)

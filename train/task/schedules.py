@@ -29,7 +29,8 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
     >>> [round(float(rate(step)), 3) for step in (0, 9, 10)]
     [0.5, 0.5, 0.05]
     """
-    peak, warmup = options.learning_rate, options.warmup_steps
+    peak = options.learning_rate
+    warmup = options.warmup_steps
     match options.schedule:
         case "constant":
             after = optax.constant_schedule(peak)
@@ -41,7 +42,10 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
             final = options.final_fraction
             after = optax.cosine_decay_schedule(peak, steps - warmup, final)
         case "inverse-sqrt":
-            after = lambda k: peak * (max(warmup, 1) / (k + warmup + 1)) ** 0.5
+
+            def after(k):
+                return peak * (max(warmup, 1) / (k + warmup + 1)) ** 0.5
+
     if not warmup:
         return peak if options.schedule == "constant" else after
     rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)

@@ -34,7 +34,8 @@ class TextForward(Forward):
     """
 
     def __init__(self, config: Config, text: Text, place: Any):
-        data, self.vocabulary = config.data, text.vocabulary
+        data = config.data
+        self.vocabulary = text.vocabulary
         size = len(self.vocabulary)
         self.source = Windows(text, data.context, config.batch_size, place, data.shard)
         self.model = models.make(config, size)
@@ -65,7 +66,10 @@ class TextForward(Forward):
         windows = windows.astype(jnp.int32)
         losses = self._losses(variables, windows)
         nbytes = jnp.asarray(self.vocabulary.nbytes)[windows[:, 1:]]
-        total = lambda x: jnp.where(valid, x, 0).sum()
+
+        def total(x):
+            return jnp.where(valid, x, 0).sum()
+
         return total(losses), valid.sum(), total(nbytes)
 
     def result(self, totals: Any) -> TestResult:
@@ -137,7 +141,8 @@ def continued(
     >>> continued(after, np.array([1]), 4, 2, jax.random.key(0)).tolist()
     [1, 2, 0, 1, 2]
     """
-    given, length = len(start), len(start) + count
+    given = len(start)
+    length = len(start) + count
     tokens = jnp.zeros(max(length, context), jnp.int32).at[:given].set(start)
 
     def draw(i, tokens):

@@ -26,7 +26,8 @@ def rotated(x: Array, at: Array | None = None) -> Array:
     >>> rotated(jnp.ones((1, 2, 1, 2))).round(3).squeeze().tolist()
     [[1.0, 1.0], [-0.301, 1.382]]
     """
-    length, half = x.shape[1], x.shape[-1] // 2
+    length = x.shape[1]
+    half = x.shape[-1] // 2
     frequencies = 10_000 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     places = jnp.arange(length, dtype=jnp.float32) if at is None else at[None]
     angles = places[:, None] * frequencies[None]
@@ -87,9 +88,11 @@ class Block(nn.Module):
 
         q, k, v = heads(dense(3 * width, name="qkv")(norm(name="attention_norm")(x)), 3)
         if self.rotary:
-            q, k = rotated(q, at), rotated(k, at)
+            q = rotated(q, at)
+            k = rotated(k, at)
         if at is not None:
-            k, v = self._with_earlier("key", k, at), self._with_earlier("value", v, at)
+            k = self._with_earlier("key", k, at)
+            v = self._with_earlier("value", v, at)
             lengths = jnp.full(len(x), at + 1)
         is_causal = self.causal and at is None
         mixed = attend(q, k, v, is_causal=is_causal, key_value_seq_lengths=lengths)
@@ -97,7 +100,10 @@ class Block(nn.Module):
         if source is not None:
             encoded, lengths = source
             (q,) = heads(dense(width, name="cross_q")(norm(name="cross_norm")(x)), 1)
-            project = lambda: heads(dense(2 * width, name="cross_kv")(encoded), 2)
+
+            def project():
+                return heads(dense(2 * width, name="cross_kv")(encoded), 2)
+
             once = at is not None
             k, v = self.variable("cache", "source", project).value if once else project()
             mixed = attend(q, k, v, key_value_seq_lengths=lengths)
@@ -114,7 +120,7 @@ class Block(nn.Module):
 
 
 def stacked(
-    net: "Network",
+    net: "TransformerBase",
     x: Array,
     lengths: Array | None = None,
     source: tuple[Array, Array] | None = None,
@@ -147,13 +153,13 @@ def stacked(
     return nn.RMSNorm(dtype=net.dtype, name="norm")(x)
 
 
-def embedding(net: "Network", count: int, name: str | None = None) -> nn.Embed:
+def embedding(net: "TransformerBase", count: int, name: str | None = None) -> nn.Embed:
     """A vector of the network's width for each of `count` numbers."""
     init = nn.initializers.normal(STD)
     return nn.Embed(count, net.width, dtype=net.dtype, embedding_init=init, name=name)
 
 
-class Network(nn.Module):
+class TransformerBase(nn.Module):
     """The sizes of a network of blocks.
 
     Attributes:
@@ -173,7 +179,7 @@ class Network(nn.Module):
     dtype: DTypeLike = "float32"
 
 
-class Transformer(Network):
+class Transformer(TransformerBase):
     """Predicts the next token: tokens [B, T] -> logits [B, T, V].
 
     It consists of an embedding, blocks, and a projection to the logits. As in GPT-2, the
@@ -189,7 +195,7 @@ class Transformer(Network):
         return head(x.astype(jnp.float32))
 
 
-class Side(Network):
+class Side(TransformerBase):
     """The encoder or the decoder of a translation. For the call see `stacked`."""
 
     @nn.compact
@@ -197,7 +203,7 @@ class Side(Network):
         return stacked(self, x, *given, **named)
 
 
-class EncoderDecoder(Network):
+class EncoderDecoder(TransformerBase):
     """Translates: (source [B, S], target [B, T]) -> logits [B, T, V] of the target.
 
     The logits of a token depend on the whole source and on earlier tokens of the target.

@@ -38,9 +38,11 @@ class TranslationForward(Forward):
     def __init__(
         self, config: Config, data: Translation, place: Any, warn: Callable[[str], None]
     ):
-        self.vocabulary, self._held_out = data.vocabulary, data.held_out
+        self.vocabulary = data.vocabulary
+        self._held_out = data.held_out
         self._smoothing = config.label_smoothing
-        count, size = len(data.train.source), len(data.vocabulary)
+        count = len(data.train.source)
+        size = len(data.vocabulary)
         each = config.batch_size, config.seed, config.data.shard
         sampler, own = sampled(count, place.num_workers, *each)
         self.source = Resident(data, sampler, place, own, TEST_BATCH)
@@ -77,7 +79,10 @@ class TranslationForward(Forward):
     def sums(self, variables: Any, *batch: Array) -> tuple[Array, ...]:
         *pairs, valid = split_batch(batch)
         losses, counts = self._losses(variables, pairs, smoothing=0.0)
-        total = lambda x: jnp.where(valid[:, None], x, 0).sum()
+
+        def total(x):
+            return jnp.where(valid[:, None], x, 0).sum()
+
         return total(losses), total(counts)
 
     def result(self, totals: Any) -> TestResult:

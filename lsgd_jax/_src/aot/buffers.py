@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lsgd_jax._src.aot.hlo import Instruction, Program, nbytes
+from lsgd_jax._src.aot.hlo import HloModule, Instruction, nbytes
 
 
 # Results that lie in the memory of operands.
@@ -38,7 +38,7 @@ def largest(text: str) -> list[Buffer]:
     The order of the lines is that of execution. XLA may also reuse memory in ways that the
     text does not show, so that the sum is an estimate.
     """
-    program = Program(text)
+    program = HloModule(text)
     aliased = set(OUTPUTS.findall(text.partition("\n")[0]))
     lines = program.computations.get(program.entry, [])
     root = lines[-1].operands if lines else ()
@@ -46,7 +46,7 @@ def largest(text: str) -> list[Buffer]:
     return sorted(_alive(program, program.entry, donated), key=lambda x: -x.bytes)
 
 
-def _alive(program: Program, name: str, without: Iterable[str] = ()) -> list[Buffer]:
+def _alive(program: HloModule, name: str, without: Iterable[str] = ()) -> list[Buffer]:
     """The buffers of a computation at its peak, without those of its arguments."""
     lines = program.computations.get(name, [])
     done = {line.operands[0]: line.type for line in lines if line.opcode.endswith("-done")}
@@ -63,7 +63,8 @@ def _alive(program: Program, name: str, without: Iterable[str] = ()) -> list[Buf
         if owners[line.name] == (line.name,) and line.name not in own:
             # The type of a start contains its operands, too.
             type = done.get(line.name, line.type)
-            if size := _size(type):
+            size = _size(type)
+            if size:
                 found = OPERATOR.search(line.attributes)
                 shape = re.sub(r"\{[^}]*\}", "", type)
                 operator = found.group(1) if found else ""
@@ -79,7 +80,10 @@ def _alive(program: Program, name: str, without: Iterable[str] = ()) -> list[Buf
 def _owners(line: Instruction, owners: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     if line.opcode in ("parameter", "constant"):
         return ()
-    of = lambda name: owners.get(name, ())
+
+    def of(name):
+        return owners.get(name, ())
+
     if line.opcode == "get-tuple-element" or line.opcode.endswith("-done"):
         return of(line.operands[0]) if line.operands else ()
     if line.opcode == "dynamic-update-slice":

@@ -38,7 +38,8 @@ class Chip(NamedTuple):
 
 
 GIB = 2**30
-GOOGLE, NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/en-us/"
+GOOGLE = "https://cloud.google.com/tpu/docs/"
+NVIDIA = "https://www.nvidia.com/en-us/"
 
 # Links are half of the published numbers, which add both directions. The network of TPUs is
 # that of https://jax-ml.github.io/scaling-book/tpus, of GPUs one adapter of 200 (A100) or
@@ -55,7 +56,7 @@ TPUS = {
 }
 
 
-class Target(NamedTuple):
+class GpuTarget(NamedTuple):
     """The numbers by which XLA distinguishes NVIDIA's GPUs.
 
     The source is xla/backends/gpu/target_config/specs in https://github.com/openxla/xla.
@@ -94,16 +95,16 @@ device_description_str: "{self.name}"
 
 _HOPPER = 9, 132, 128, 233472, 232448
 TARGETS = {
-    "a100": Target(
+    "a100": GpuTarget(
         "NVIDIA A100-SXM4-80GB",
         *(8, 108, 64, 167936, 166912),
         *(2039040000000, 41943040, 1.41, 85100068864),
     ),
-    "h100": Target(
+    "h100": GpuTarget(
         "NVIDIA H100 80GB HBM3", *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072
     ),
-    "h200": Target("NVIDIA H200", *_HOPPER, 4800000000000, 52428800, 1.98, 151397597184),
-    "b200": Target(
+    "h200": GpuTarget("NVIDIA H200", *_HOPPER, 4800000000000, 52428800, 1.98, 151397597184),
+    "b200": GpuTarget(
         "NVIDIA B200",
         *(10, 148, 128, 233472, 232448),
         *(7672320000000, 132644864, 1.965, 191514411008),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lsgd_jax._src.aot.groups import Groups, expanded, groups_of, pairs_of
-from lsgd_jax._src.aot.hlo import Instruction, Program, nbytes
+from lsgd_jax._src.aot.hlo import HloModule, Instruction, nbytes
 
 
 KINDS = (
@@ -118,7 +118,7 @@ class Placement(NamedTuple):
     links: Callable[[str, Sequence[int]], float] = lambda kind, members: 1.0
 
 
-def collectives_of(program: Program, placement: Placement) -> list[Collective]:
+def collectives_of(program: HloModule, placement: Placement) -> list[Collective]:
     """Returns all collectives of a program, computation by computation."""
     everything = program.products(program.entry)
     found = []
@@ -149,7 +149,7 @@ def collectives_of(program: Program, placement: Placement) -> list[Collective]:
     return found
 
 
-def _after_products(program: Program, lines: Sequence[Instruction]) -> set[str]:
+def _after_products(program: HloModule, lines: Sequence[Instruction]) -> set[str]:
     """The instructions of a computation that depend on a product in it, or are one."""
     found: set[str] = set()
     for line in lines:
@@ -173,7 +173,7 @@ class _Transfer(NamedTuple):
     alone: int = 1
 
 
-def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
+def _transfers(program: HloModule, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
     """Pairs starts with ends, among the instructions of one computation."""
     ends = {}  # name of a start -> (position, instruction) of its end
     for i, line in enumerate(lines):
@@ -185,7 +185,8 @@ def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Tran
         if line.opcode == "recv" and "xla_megascale_runtime" in line.attributes:
             received[_fields(line).get("host_transfer_rendezvous")] = line
     for i, line in enumerate(lines):
-        if found := KIND.match(line.opcode):
+        found = KIND.match(line.opcode)
+        if found:
             at, done = ends.get(line.name, (i, line))
             at = i if '"is_sync":true' in line.attributes else at  # on GPUs
             yield _Transfer(found.group(1), line, done.nbytes, i, at)
@@ -204,7 +205,7 @@ def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Tran
     yield from _fused(program, lines)
 
 
-def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
+def _fused(program: HloModule, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
     """Collectives in fusions. One that runs beside products spans several fusions."""
     spans: dict[Any, list[tuple[int, Instruction]]] = collections.defaultdict(list)
     for i, line in enumerate(lines):
@@ -217,7 +218,8 @@ def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer
                 )
                 spans[key].append((i, inner))
     for places in spans.values():
-        (first, line), (last, _) = places[0], places[-1]
+        first, line = places[0]
+        last, _ = places[-1]
         kind = line.opcode.removesuffix("-start")
         if kind == "send":
             kind = MEGASCALE.get(_fields(line).get("megascale_transfer_type", ""), kind)
@@ -225,7 +227,7 @@ def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer
         yield _Transfer(kind, line, line.nbytes, first, end, int(first == last))
 
 
-def _inside(program: Program, line: Instruction) -> Iterator[Instruction]:
+def _inside(program: HloModule, line: Instruction) -> Iterator[Instruction]:
     for name in line.called:
         lines = program.computations.get(name, [])
         for inner in lines:
@@ -255,7 +257,8 @@ def _sent(each: _Transfer, placement: Placement) -> tuple[float, float, float]:
     if each.kind == "collective-permute":
         pairs = [(a, b) for a, b in pairs_of(each.line.attributes) if a != b]
         apart = [p for p in pairs if _span(placement, p) > 1]
-        sent, across = each.bytes * min(1, len(pairs) / count), len(apart) / count
+        sent = each.bytes * min(1, len(pairs) / count)
+        across = len(apart) / count
         links = min((placement.links(each.kind, p) for p in pairs), default=1.0)
         return sent, each.bytes * across, links
     groups = groups_of(each.line.attributes, count)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from lsgd_jax._src.aot.collectives import Placement, collectives_of
 from lsgd_jax._src.aot.flops import flops as count
-from lsgd_jax._src.aot.hlo import Program as Parsed
+from lsgd_jax._src.aot.hlo import HloModule
 from lsgd_jax._src.aot.kernels import moved
 from lsgd_jax._src.aot.memory import excess, memory_of
 from lsgd_jax._src.aot.pod import Pod, pod_of
@@ -92,11 +92,13 @@ def report(
     [('send 0, land 0', 0.1), ('quiet', 0.9)]
     """
     shares = shares_of(method, workers.sizes)
-    carry, batch = carry_of(workers, init, specs), batch_of(workers, batch, batch_specs)
+    carry = carry_of(workers, init, specs)
+    batch = batch_of(workers, batch, batch_specs)
     donated = tuple(range(len(carry)))
 
     def steps() -> Iterator[tuple[Any, Any]]:
-        for phase in shares if phases is None else phases:
+        chosen = shares if phases is None else phases
+        for phase in chosen:
             named = {} if method is None else {"phase": phase}
             one = functools.partial(train_step, **named)
             mapped: Any = workers.map(one, donate=donated)
@@ -150,8 +152,10 @@ def report_of(
     >>> report.programs[0].flops == 2 * 64**3
     True
     """
-    shares, programs = shares_of(method, sizes), []
-    for phase, each in (step if isinstance(step, Mapping) else {None: step}).items():
+    shares = shares_of(method, sizes)
+    programs = []
+    by_phase = step if isinstance(step, Mapping) else {None: step}
+    for phase, each in by_phase.items():
         words = name if phase is None else str(phase)
         program, pod = _program(
             each, words, pod, phase, shares.get(phase), compiler_options, flops
@@ -188,7 +192,8 @@ def _program(
     """Compiles a step, unless it is compiled already, and reads the program."""
     total = None
     if isinstance(step, jax.stages.Traced):
-        total, step = count(step.jaxpr), step.lower()
+        total = count(step.jaxpr)
+        step = step.lower()
     compiled, seconds, error = _compiled(step, options)
     if pod is None and compiled is None:
         reason = str(error).partition("\n")[0]
@@ -219,10 +224,15 @@ def _program(
             collectives=(),
             text=text,
         ), pod
-    costs, memory, text = _costs(compiled), memory_of(compiled), compiled.as_text()
-    scheduled, chip = Parsed(text), pod.chip
+    costs = _costs(compiled)
+    memory = memory_of(compiled)
+    text = compiled.as_text()
+    scheduled = HloModule(text)
+    chip = pod.chip
     is_gpu = chip is not None and not chip.overlaps
-    order, fits, missing = _devices(compiled) or pod.devices, None, None
+    order = _devices(compiled) or pod.devices
+    fits = None
+    missing = None
     if memory is not None and pod.memory is not None:
         fits = memory.peak <= pod.memory
         missing = None if fits else memory.peak - pod.memory

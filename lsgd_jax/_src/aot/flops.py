@@ -25,7 +25,8 @@ def flops(jaxpr: Any) -> int:
 
 
 def _of_equation(eqn: Any) -> int:
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         lhs = eqn.invars[0].aval.shape

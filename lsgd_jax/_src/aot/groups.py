@@ -26,11 +26,14 @@ def groups_of(attributes: str, count: int) -> Groups:
     >>> groups_of("replica_groups={}", 4)
     [(0, 1, 2, 3)]
     """
-    if found := IOTA.search(attributes):
+    found = IOTA.search(attributes)
+    if found:
         return [tuple(row) for row in _iota(found.group(1)).tolist()]
-    if found := MESH.search(attributes):
+    found = MESH.search(attributes)
+    if found:
         return _of_mesh(*found.groups())
-    if found := LISTED.search(attributes):
+    found = LISTED.search(attributes)
+    if found:
         rows = re.findall(r"\{([\d,]+)\}", found.group(1) or "")
         return [_numbers(row) for row in rows] or [tuple(range(count))]
     return [tuple(range(count))]
@@ -58,18 +61,24 @@ def _of_mesh(axes: str, devices: str, of: str) -> Groups:
     """Groups along the axes `of` of a mesh, of which the rest distinguish groups."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     ids = np.arange(math.prod(sizes.values()))
-    if given := re.search(r"(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", devices):
-        ids = _iota(given.group(1)).reshape(-1)
-    elif given := re.search(r"\(([\d,]+)\)", devices):
-        ids = np.array(_numbers(given.group(1)))
+    iota = re.search(r"(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", devices)
+    listed = re.search(r"\(([\d,]+)\)", devices)
+    if iota:
+        ids = _iota(iota.group(1)).reshape(-1)
+    elif listed:
+        ids = np.array(_numbers(listed.group(1)))
     # A part of an axis is written 'axis':(before)size; it splits the axis.
-    grid, names, chosen = ids, list(sizes), []
+    grid = ids
+    names = list(sizes)
+    chosen = []
     for name in re.findall(r"'([^']+)'(?!:)", of):
         chosen.append(names.index(name))
     shape = list(sizes.values())
     for name, before, size in re.findall(r"'([^']+)':\((\d+)\)(\d+)", of):
         at = names.index(name)
-        whole, before, size = shape[at], int(before), int(size)
+        whole = shape[at]
+        before = int(before)
+        size = int(size)
         shape[at : at + 1] = [before, size, whole // before // size]
         names[at : at + 1] = [None, name, None]
         chosen = [c + 2 * (c > at) for c in chosen] + [at + 1]

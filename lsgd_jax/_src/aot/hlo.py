@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
         return tuple(names)
 
 
-class Program:
+class HloModule:
     """The computations of a compiled program.
 
     Attributes:
@@ -71,13 +71,18 @@ class Program:
         self._trips: dict[str, int] = {}
         current: list[Instruction] | None = None
         for line in text.splitlines():
-            if header := HEADER.match(line):
-                current = self.computations.setdefault(header.group(2), [])
-                self.entry = header.group(2) if header.group(1) else self.entry
+            header = HEADER.match(line)
+            if header:
+                is_entry, name = header.group(1, 2)
+                current = self.computations.setdefault(name, [])
+                if is_entry:
+                    self.entry = name
             elif line.startswith("}"):
                 current = None
-            elif current is not None and (instruction := parsed(line)):
-                current.append(instruction)
+            elif current is not None:
+                instruction = parsed(line)
+                if instruction:
+                    current.append(instruction)
 
     def products(self, computation: str) -> int:
         """How many matrix products and convolutions a computation runs."""
@@ -106,7 +111,8 @@ class Program:
         """
         if loop.opcode != "while":
             return 1
-        if known := TRIPS.search(loop.attributes):
+        known = TRIPS.search(loop.attributes)
+        if known:
             return int(known.group(1))
         if loop.name not in self._trips:
             self._trips[loop.name] = self._counted(loop)
@@ -144,7 +150,7 @@ class Program:
         name = name or self.entry
         yield self.computations[name], times, conditional
         for each in self.computations[name]:
-            # A worker is repaired in a loop that has no turns while all workers agree.
+            # A worker is repaired in a loop that has no iterations while all workers agree.
             is_repair = each.opcode == "while" and REPAIR in each.attributes
             if each.opcode in ("while", "conditional", "call") and not is_repair:
                 inside = conditional or each.opcode == "conditional"

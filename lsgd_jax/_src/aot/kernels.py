@@ -4,7 +4,7 @@ XLA has no such count for GPUs. A kernel is a line of a scheduled program: a fus
 product or a copy. It reads its operands and writes its result; nothing stays on the chip.
 """
 
-from lsgd_jax._src.aot.hlo import Instruction, Program, nbytes
+from lsgd_jax._src.aot.hlo import HloModule, Instruction, nbytes
 from lsgd_jax._src.shared import REPAIR
 
 
@@ -19,13 +19,13 @@ SLICES = "dynamic-slice", "slice", "gather"
 WORKSPACE = "__cublas"  # the last result of these calls is scratch memory, mostly unused
 
 
-def moved(program: Program, computation: str = "") -> int:
+def moved(program: HloModule, computation: str = "") -> int:
     """Bytes that a device reads from and writes to HBM in a run of a computation.
 
     The body of a loop counts as often as it runs, and of a condition the branch that moves
     most. Collectives are left out: the network bounds them.
 
-    >>> moved(Program('''
+    >>> moved(HloModule('''
     ... ENTRY %main (x: f32[8,4], w: f32[4,2]) -> f32[8,2] {
     ...   %x = f32[8,4]{1,0} parameter(0)
     ...   %w = f32[4,2]{1,0} parameter(1)
@@ -38,7 +38,7 @@ def moved(program: Program, computation: str = "") -> int:
     return sum(_of_line(program, line, types) for line in lines)
 
 
-def _of_line(program: Program, line: Instruction, types: dict[str, str]) -> int:
+def _of_line(program: HloModule, line: Instruction, types: dict[str, str]) -> int:
     """Bytes of a line; `types` are those of its operands, by name."""
     opcode = line.opcode.removesuffix("-start")
     if opcode in FREE or opcode.endswith(("-done", "-update")) or REPAIR in line.attributes:
@@ -65,7 +65,8 @@ def _of_line(program: Program, line: Instruction, types: dict[str, str]) -> int:
 
 def _read(name: str, type: str, lines: list[Instruction]) -> int:
     """Bytes that these lines read of an array: all of it, or the slices that they use."""
-    whole, part = nbytes(type), 0
+    whole = nbytes(type)
+    part = 0
     for line in lines:
         if name not in line.operands:
             continue

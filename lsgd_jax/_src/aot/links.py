@@ -21,13 +21,15 @@ def share(kind: str, places: Sequence[Place], sizes: Place, links: int) -> float
     >>> share("all-gather", row, (16, 16), 4), share("all-gather", row[:4], (4, 4), 4)
     (0.5, 0.25)
     """
-    # Tori of TPUs: rings of 16 chips, or cubes of 4 x 4 x 4.
     is_cubes = all(n % 4 == 0 for n in sizes)
-    used, longest = 0.0, 1
+    used = 0.0
+    longest = 1
     for size, column in zip(sizes, zip(*places)):
         own = sorted(set(column))
         if len(own) > 1:
-            goes_around = len(own) == size and (is_cubes if links == 6 else size == 16)
+            # Tori of TPUs are rings of 16 chips, or with six links cubes of 4 x 4 x 4.
+            is_torus = is_cubes if links == 6 else size == 16
+            goes_around = is_torus and len(own) == size
             # Groups that lie between each other share links.
             used += (1 + goes_around) / min(b - a for a, b in zip(own, own[1:]))
             longest = max(longest, len(own))

@@ -54,9 +54,11 @@ def excess(error: Exception) -> int | None:
     >>> excess(ValueError("Exceeded hbm capacity by 512.0M.")) / 2**20
     512.0
     """
-    if found := EXCEEDED.search(str(error)):
+    found = EXCEEDED.search(str(error))
+    if found:
         return _bytes(*found.groups())
-    if found := NEEDED.search(str(error)):
+    found = NEEDED.search(str(error))
+    if found:
         needed, unit, available, of = found.groups()
         return _bytes(needed, unit) - _bytes(available, of)
     return None

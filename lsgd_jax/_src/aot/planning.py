@@ -97,7 +97,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The choices as JSON, with their programs."""
-        plain = lambda x: x if isinstance(x, int | float | str | None) else str(x)
+
+        def plain(x):
+            return x if isinstance(x, int | float | str | None) else str(x)
+
         choices = [
             {
                 "settings": {name: plain(x) for name, x in choice.settings.items()},
@@ -158,7 +161,8 @@ def plan(
     [0.25, 0.0625]
     """
     known: dict[Hashable, Report] = {}
-    choices, refused = [], {}
+    choices = []
+    refused = {}
     for values in itertools.product(*settings.values()):
         chosen = dict(zip(settings, values))
         try:
@@ -225,7 +229,8 @@ def _of_all_phases(
     sizes: Sizes | None,
 ) -> Report:
     """The report of a method for which one phase of each kind is compiled."""
-    shares, kinds = shares_of(method, sizes), collections.defaultdict(list)
+    shares = shares_of(method, sizes)
+    kinds = collections.defaultdict(list)
     for phase in shares:
         kinds[_kind(method, phase)].append(phase)
     report = compiled(method, [alike[0] for alike in kinds.values()])
@@ -255,5 +260,8 @@ def _kind(method: Exchange | Outer, phase: Phase) -> Hashable:
 
 def _sorted(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     most = float("inf")
-    order = lambda x: (not x.report.fits, most if x.step is None else x.step)
+
+    def order(x):
+        return (not x.report.fits, most if x.step is None else x.step)
+
     return tuple(sorted(choices, key=order))  # stable

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +73,8 @@ class Pod:
     def _hybrid(self, sizes: tuple[int, ...]) -> np.ndarray:
         from jax.experimental import mesh_utils
 
-        across, left = [], self.groups
+        across = []
+        left = self.groups
         for size in sizes:
             across.append(math.gcd(size, left))
             left //= across[-1]
@@ -120,7 +121,10 @@ class Pod:
         """
         if self.chip is None or not self.chip.links:  # all are behind a switch
             return 1.0
-        place = lambda device: tuple(getattr(device, "coords", ()))
+
+        def place(device):
+            return tuple(getattr(device, "coords", ()))
+
         sizes = tuple(max(column) + 1 for column in zip(*map(place, self.devices)))
         return links.share(kind, list(map(place, devices)), sizes, self.chip.links)
 
@@ -191,7 +195,8 @@ def gpu(kind: str, hosts: int = 1, each: int = 8) -> Pod:
 def pod_of(devices: Iterable[jax.Device]) -> Pod:
     """Describes a cluster by its devices, which may also be real ones."""
     devices = tuple(devices)
-    kind, unit = devices[0].device_kind, "slice" if devices[0].platform == "tpu" else "host"
+    kind = devices[0].device_kind
+    unit = "slice" if devices[0].platform == "tpu" else "host"
     known = (*chips.TPUS.values(), *chips.GPUS.values())
     chip = next((chip for chip in known if chip.kind == kind), None)
     groups = len({_across(device, unit) for device in devices})
@@ -202,7 +207,9 @@ def pod_of(devices: Iterable[jax.Device]) -> Pod:
 def _pod(
     name: str, devices: Sequence[jax.Device], chip: Chip | None, groups: int, unit: str
 ) -> Pod:
-    order: Callable[[Any], Any] = lambda d: (_across(d, unit), d.process_index, d.id)
+    def order(device: Any) -> Any:
+        return _across(device, unit), device.process_index, device.id
+
     return Pod(name, tuple(sorted(devices, key=order)), chip, groups, unit)
 
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,7 +148,8 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether all programs fit into a device together, as far as is known."""
-        most, used = self.pod.memory, self.hbm
+        most = self.pod.memory
+        used = self.hbm
         if any(program.fits is False for program in self.programs):
             return False
         return most is None or used is None or used <= most
@@ -185,13 +187,15 @@ class Report:
           ValueError: no figures of the chip are known, or the exposed transfers alone take
             longer.
         """
-        step = lambda report: (
-            report.mean_seconds() if program is None else report.seconds(program)
-        )
+
+        def step(report: Report) -> Any:
+            return report.mean_seconds() if program is None else report.seconds(program)
+
         if step(self) is None:
             raise ValueError("there are no seconds to calibrate: see `Report.seconds`")
         # More compute hides more, but never more than it adds.
-        low, high = 1e-6, 1e3
+        low = 1e-6
+        high = 1e3
         for _ in range(100):
             middle = math.sqrt(low * high)
             is_slower = step(self.at(efficiency=middle)).step > step_seconds
@@ -215,7 +219,8 @@ class Report:
           ValueError: a method with other phases.
         """
         shares = shares_of(method, sizes)
-        if missing := [p.name for p in self.programs if p.phase not in shares]:
+        missing = [p.name for p in self.programs if p.phase not in shares]
+        if missing:
             raise ValueError(
                 f"`method` must have the phases of the report, got none like {missing[0]!r}"
             )
@@ -238,8 +243,10 @@ class Report:
         moved = max(program.bytes_accessed or 0, memory.arguments + memory.outputs)
         both = (program.flops or 0) / chip.flops, moved / chip.memory_bandwidth
         compute = (max(both) if chip.overlaps else sum(both)) / self.efficiency
-        exposed, hidden = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-        left, used = compute, {}
+        exposed = {True: 0.0, False: 0.0}
+        hidden = {True: 0.0, False: 0.0}
+        left = compute
+        used = {}
         # Transfers between slices come first, because they are the longest.
         for each in sorted(program.collectives, key=lambda x: not x.crosses):
             if each.crosses:
@@ -263,10 +270,14 @@ class Report:
         """The seconds of the mean step over a period; None if they are unknown."""
         if any(self.seconds(program) is None for program in self.programs):
             return None
-        names = [field.name for field in dataclasses.fields(Seconds)]
-        of = lambda name: self.mean(lambda program: getattr(self.seconds(program), name))
-        each = {name: x for name in names if (x := of(name)) is not None}
-        return Seconds(**each) if len(each) == len(names) else None
+        means = {}
+        for field in dataclasses.fields(Seconds):
+            of = operator.attrgetter(field.name)
+            mean = self.mean(lambda program, of=of: of(self.seconds(program)))
+            if mean is None:
+                return None
+            means[field.name] = mean
+        return Seconds(**means)
 
     def mean(self, of: Callable[[Program], float | None]) -> float | None:
         """The mean over the steps of a period: Σ share · of(program); None if unknown.

@@ -49,7 +49,8 @@ PLANNED = (
 def text(report: Any) -> str:
     """The report as a table of aligned columns."""
     rows = [HEAD, *(_row(report, program) for program in report.programs)]
-    step, many = report.mean_seconds(), len(report.programs) > 1
+    step = report.mean_seconds()
+    many = len(report.programs) > 1
     ends = []
     if many and report.hbm is not None:
         ends = [f"All programs together: {_in(report.hbm, 2**30)} GiB of HBM."]
@@ -71,7 +72,8 @@ def comparison(reports: Any) -> str:
 
 def plan(plan: Any) -> str:
     """The choices of a plan as a table."""
-    first, rows = plan.best.report, [(*plan.best.settings, *PLANNED)]
+    first = plan.best.report
+    rows = [(*plan.best.settings, *PLANNED)]
     for choice in plan.choices:
         report = choice.report
         row = (
@@ -119,7 +121,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ['a    bb', 'ccc   d']
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    pad = lambda i, cell: cell.rjust(widths[i]) if i else cell.ljust(widths[0])
+
+    def pad(i, cell):
+        return cell.rjust(widths[i]) if i else cell.ljust(widths[0])
+
     return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
@@ -172,8 +177,9 @@ def _compared(name: str, report: Any) -> tuple[str, ...]:
 
 
 def _fits(report: Any) -> str:
-    is_known = report.pod.memory is not None or not report.fits
-    return ("yes" if report.fits else "no") if is_known else "–"
+    if not report.fits:
+        return "no"
+    return "–" if report.pod.memory is None else "yes"
 
 
 def figure(report: Any, path: Any) -> None:
@@ -182,7 +188,8 @@ def figure(report: Any, path: Any) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("`figure` needs matplotlib: pip install matplotlib") from error
-    each = [(p.name, s) for p in report.programs if (s := report.seconds(p)) is not None]
+    each = [(program.name, report.seconds(program)) for program in report.programs]
+    each = [(name, seconds) for name, seconds in each if seconds is not None]
     if not each:
         raise ValueError(
             "no figures of this chip are known, so there are no seconds to draw"

@@ -77,7 +77,8 @@ def desloc(
     check_positive_int("period", period)
     for name, steps in (moments or {}).items():
         check_positive_int(f"moments[{name!r}]", steps)
-    wire, part = options.pop("wire", "float32"), options.pop("part", None)
+    wire = options.pop("wire", "float32")
+    part = options.pop("part", None)
     if isinstance(part, Fragment) and part.scan_axis is not None:
         raise ValueError(f"`part` must not cut leaves for `desloc`, got {part=}")
     of_all = Pull(average(axes), 1.0, every=period, part=part, wire=wire)

@@ -105,7 +105,8 @@ def gradient_weighted(
         state = state._replace(norms=norms, count=count)
         # For any r, a weighted mean of y is the mean of r + n w (y - r) over n workers.
         n = (~jnp.isnan(each).any(axis=1)).sum(dtype=each.dtype)
-        mine, r = n * weights[group.index], group.reference
+        mine = n * weights[group.index]
+        r = group.reference
         if r is None:
             given = times(y, mine)
         else:

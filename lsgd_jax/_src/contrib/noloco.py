@@ -104,16 +104,23 @@ def noloco(
 
     def agree(group, x, y, state, takes_part, t):
         # Means are linear, so y - φ and φ need not travel apart.
-        blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
+        def blend(y, slow):
+            return beta * (widened(y) - slow) + gamma * slow
+
         message = jax.tree.map(blend, y, state.slow)
         mean, _, _ = pairs.agree(group, None, message, (), takes_part, t)
         mean = group.movable(mean, message)
-        momentum = lambda old, mean, slow: alpha * old + (mean - gamma * slow)
+
+        def momentum(old, mean, slow):
+            return alpha * old + (mean - gamma * slow)
+
         moved = jax.tree.map(momentum, state.momentum, mean, state.slow)
         stepped = NoLoCoState(jax.tree.map(jnp.add, state.slow, moved), moved)
         state = trees.where(takes_part, stepped, state)
         return state.slow, jnp.asarray(True), state
 
-    init = lambda params: NoLoCoState(trees.widened(params), trees.zeros(params))
+    def init(params):
+        return NoLoCoState(trees.widened(params), trees.zeros(params))
+
     rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=pairs.turns)
     return exchange(Pull(rule, 1.0, every=period), **options)

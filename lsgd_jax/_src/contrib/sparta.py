@@ -102,7 +102,10 @@ def _averaged(
         counts = [-(-leaf.size // cell) for leaf in leaves]
         offsets = jax.random.randint(draws(seed, t), [sum(counts)], 0, cell, jnp.int32)
         ends = itertools.accumulate(counts)
-        first = lambda count: cell * jnp.arange(count, dtype=jnp.int32)
+
+        def first(count):
+            return cell * jnp.arange(count, dtype=jnp.int32)
+
         drawn = [first(n) + offsets[end - n : end] for n, end in zip(counts, ends)]
         flat = [widened(leaf).ravel() for leaf in leaves]
         # The last cell of a leaf may reach beyond its end, where there is nothing to draw.

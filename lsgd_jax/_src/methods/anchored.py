@@ -105,7 +105,10 @@ def anchored(
 
     def init(params: Tree) -> AnchorState:
         anchor = Group(axes).start(params)
-        like_anchor = lambda tree: anchor._replace(value=tree)
+
+        def like_anchor(tree):
+            return anchor._replace(value=tree)
+
         states = map(outer.init, _blocks(anchor.value, layerwise))
         return AnchorState(
             anchor,
@@ -135,7 +138,8 @@ def anchored(
         return trees.where(found, after, (anchor, outer_state))
 
     def agree(group, x, y, state, takes_part, t):
-        anchor, outer_state = state.anchor.value, state.outer.value
+        anchor = state.anchor.value
+        outer_state = state.outer.value
         delta, found, detector = _pseudo_gradient(
             group, y, state, takes_part, guard, merge, weights
         )
@@ -144,7 +148,8 @@ def anchored(
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
             begins_anew = count % restart == 0
-        deltas, anchors = _blocks(delta, layerwise), _blocks(anchor, layerwise)
+        deltas = _blocks(delta, layerwise)
+        anchors = _blocks(anchor, layerwise)
         starts = [jax.eval_shape(outer.init, block) for block in anchors]
         states = [_of_block(i, outer_state, start) for i, start in enumerate(starts)]
         before = [begun(a, s, begins_anew) for a, s in zip(anchors, states)]
@@ -250,7 +255,8 @@ def _pseudo_gradient(
         return delta, [count > 0], ()
     deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
     if guard is None:
-        shares, detector = _shares(group, weights, takes_part), ()
+        shares = _shares(group, weights, takes_part)
+        detector = ()
     else:
         shares, detector = weigh(guard, group, deltas, state.detector, takes_part)
     delta = MERGES[merge](group, deltas, shares, takes_part)
@@ -284,7 +290,10 @@ def _blocks(tree: Tree, layerwise: bool) -> list[Tree]:
         return [tree]
     leaves, treedef = jax.tree.flatten(tree)
     nothing = optax.MaskedNode()
-    only = lambda i: [leaf if i == j else nothing for j, leaf in enumerate(leaves)]
+
+    def only(i):
+        return [leaf if i == j else nothing for j, leaf in enumerate(leaves)]
+
     return [treedef.unflatten(only(i)) for i in range(len(leaves))]
 
 

@@ -62,7 +62,10 @@ def moving_center(
         sums, _ = group.masked_sum(gaps, takes_part)
         sums = group.movable(sums, trees.zeros(sums))
         alpha = jnp.asarray(value_at(strength, t))
-        move = lambda c, s: c + (alpha.astype(s.dtype) * s).astype(c.dtype)
+
+        def move(c, s):
+            return c + (alpha.astype(s.dtype) * s).astype(c.dtype)
+
         center = jax.tree.map(move, old, sums)
         target = center if renewed else old
         if group.size == 1:
@@ -70,7 +73,9 @@ def moving_center(
         # The center is there to be pulled to even if no worker is finite.
         return target, jnp.asarray(True), CenterState(group.shared(center))
 
-    init = lambda params: CenterState(Group(axes).start(params))
+    def init(params):
+        return CenterState(Group(axes).start(params))
+
     return Rule(axes, init, agree, keeps=("error",), reads_x=False)
 
 
@@ -123,7 +128,10 @@ def easgd(
     if not callable(beta):
         check_fraction("beta", beta)
     check_every("period", period)
-    alpha = lambda t: value_at(beta, t) / Group(axes).size
+
+    def alpha(t):
+        return value_at(beta, t) / Group(axes).size
+
     rule = in_order(moving_center(alpha, axes=axes), order)
     return exchange(Pull(rule, alpha, every=period), **options)
 

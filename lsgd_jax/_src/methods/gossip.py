@@ -25,7 +25,7 @@ from lsgd_jax._src.topology import (
     ring,
 )
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire.group import Group, turns_of
+from lsgd_jax._src.wire.group import Group, phase_rounds
 
 
 @by_value
@@ -62,8 +62,8 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
         own = jnp.where(takes_part, 1 - mass, 0)
         return blend(y, own, sums, mass, error, mass), takes_part | (mass > 0), state
 
-    turns = turns_on(graph)
-    return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False, turns=turns)
+    rounds = phase_rounds_on(graph)
+    return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False, turns=rounds)
 
 
 def weight_dtype(params: Tree) -> Any:
@@ -102,15 +102,15 @@ def taken_share(group: Group, topology: Topology, dtype: Any) -> Array:
     return jnp.asarray(topology.taken, dtype)[r, group.index]
 
 
-def turns_on(graph: Callable[[int], Topology]) -> Callable[[int], tuple[int, ...]]:
-    """Returns `Rule.turns` of a graph; rounds are equal in their edges and weights."""
+def phase_rounds_on(graph: Callable[[int], Topology]) -> Callable[[int], tuple[int, ...]]:
+    """The rounds of a graph that a phase may name; they differ in edges or weights."""
 
     @functools.cache  # a host loop asks at every step
-    def turns(size: int) -> tuple[int, ...]:
+    def rounds(size: int) -> tuple[int, ...]:
         here = graph(size)
-        return turns_of(list(zip(here.rounds, here.weights)), size)
+        return phase_rounds(list(zip(here.rounds, here.weights)), size)
 
-    return turns
+    return rounds
 
 
 def blend(

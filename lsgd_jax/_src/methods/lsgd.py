@@ -103,7 +103,10 @@ def leader(
         if proximal:
             weight = proximal * (state.leader >= 0).astype(jnp.float32)
             y = trees.plus(x, u)
-            pull = lambda u, y, z: u + weight * (trees.widened(z) - trees.widened(y))
+
+            def pull(u, y, z):
+                return u + weight * (trees.widened(z) - trees.widened(y))
+
             u = jax.tree.map(pull, u, y, state.elected)
         return u, state, jnp.isfinite(state.score)
 

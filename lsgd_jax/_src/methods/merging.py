@@ -47,7 +47,8 @@ def radial_directional_mean(
 
     Reference: Decoupled DiLoCo, 2026, arXiv:2604.21428.
     """
-    mine, norms = weights[group.index], leaf_norms(deltas)
+    mine = weights[group.index]
+    norms = leaf_norms(deltas)
     scaled = times(deltas, mine)
     inverse = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
     given = times(scaled, inverse), mine * norms

@@ -15,7 +15,7 @@ from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
-from lsgd_jax._src.methods.gossip import blend, send, share, turns_on, weight_dtype
+from lsgd_jax._src.methods.gossip import blend, phase_rounds_on, send, share, weight_dtype
 from lsgd_jax._src.methods.scores import HOW
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
@@ -115,11 +115,14 @@ def pairwise(
         return u, PairwiseState(measure), True
 
     def agree(group, x, y, state, takes_part, t):
-        mine, here = state.measure, graph(group.size)
+        mine = state.measure
+        here = graph(group.size)
         message = jax.tree.map(lambda a: jnp.where(takes_part, a, 0), (y, mine))
-        r, weight = group.round_of(len(here.rounds)), takes_part.astype(jnp.float32)
+        r = group.round_of(len(here.rounds))
+        weight = takes_part.astype(jnp.float32)
         arrived = group.push(message, weight, here.rounds, r)
-        (z, theirs), there = arrived[0], arrived[1] > 0
+        z, theirs = arrived[0]
+        there = arrived[1] > 0
         error = group.quantization_error(message)
         if error is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
             z = jax.tree.map(jnp.add, z, error[0])
@@ -134,9 +137,11 @@ def pairwise(
         own = jax.tree.map(lambda a: jnp.where(takes_part, widened(a), 0), y)
         return trees.step_towards(own, z, f), takes_part | there, PairwiseState(mine)
 
-    init = lambda params: PairwiseState(jnp.zeros([], weight_dtype(params)))
-    turns = turns_on(graph)
-    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=turns)
+    def init(params):
+        return PairwiseState(jnp.zeros([], weight_dtype(params)))
+
+    rounds = phase_rounds_on(graph)
+    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=rounds)
     return exchange(Pull(rule, 1.0), **options)
 
 
@@ -227,7 +232,8 @@ def gosgd(
     graph = for_group(topology, check_one_peer)
 
     def agree(group, x, y, state, takes_part, t):
-        w, here = state.weight, graph(group.size)
+        w = state.weight
+        here = graph(group.size)
         sends = takes_part & group.bernoulli(value_at(send_probability, t), seed, t)
         # 1/2, or all where there is no peer.
         kept = share(group, here, w.dtype)
@@ -236,9 +242,11 @@ def gosgd(
         z = blend(y, jnp.where(takes_part, own, 0), sums, mass, error, w - own)
         return z, takes_part | (mass > 0), SumWeightState(own + mass)
 
-    init = lambda params: SumWeightState(jnp.ones([], weight_dtype(params)))
-    turns = turns_on(graph)
-    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=turns)
+    def init(params):
+        return SumWeightState(jnp.ones([], weight_dtype(params)))
+
+    rounds = phase_rounds_on(graph)
+    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=rounds)
     return exchange(Pull(rule, 1.0), **options)
 
 

@@ -113,7 +113,10 @@ def parle(
 
     def step(u, x, state, loss, t):
         weight = value_at(learning_rate, t) * value_at(anchor_pull, t)
-        pull = lambda u, x, a: u + weight * (a - widened(x))
+
+        def pull(u, x, a):
+            return u + weight * (a - widened(x))
+
         u = jax.tree.map(pull, u, x, state.anchor)
 
         def mix(z, y):
@@ -126,8 +129,12 @@ def parle(
     def agree(group, x, y, state, takes_part, t):
         del y  # the anchor follows the inner loop's average, not its last point
         old = state.center.value
-        eta, rho_inverse = value_at(outer, t), value_at(center_pull, t)
-        move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
+        eta = value_at(outer, t)
+        rho_inverse = value_at(center_pull, t)
+
+        def move(x, z, c):
+            return x - eta * ((x - z) + rho_inverse * (x - c))
+
         anchor = jax.tree.map(move, state.anchor, state.average, old)
         mean, count = group.masked_mean(anchor, takes_part, reference=old)
         mean = group.movable(mean, old)

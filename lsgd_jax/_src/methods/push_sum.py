@@ -15,10 +15,10 @@ from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import (
     blend,
+    phase_rounds_on,
     send,
     share,
     taken_share,
-    turns_on,
     weight_dtype,
 )
 from lsgd_jax._src.shared import Axes
@@ -167,10 +167,12 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
         return jax.tree.map(lambda u: u / state.weight.astype(u.dtype), u), state, True
 
     def agree(group, x, y, state, takes_part, t):  # y = (w x + u) / w
-        here, w = graph(group.size), state.weight
+        here = graph(group.size)
+        w = state.weight
         traveling = x if staleness else y
-        *sent, error = send(group, traveling, w, takes_part, here)
-        arrives, *in_flight = (*state.in_flight, (sent[0], sent[1]))
+        shares, weights, error = send(group, traveling, w, takes_part, here)
+        # The message of this step is the last one in flight. The first one lands now.
+        arrives, *in_flight = [*state.in_flight, (shares, weights)]
         if staleness > 1:
             # The first messages are the start, whole: init does not know the graph.
             is_start = group.exchange_number < staleness
@@ -189,4 +191,4 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
             z = jax.tree.map(add_step, z, x, y)
         return z, takes_part | (mass > 0), PushSumState(weight, tuple(in_flight))
 
-    return Rule(axes, init, agree, step, keeps=(), turns=turns_on(graph))
+    return Rule(axes, init, agree, step, keeps=(), turns=phase_rounds_on(graph))

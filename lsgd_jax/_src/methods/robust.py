@@ -177,9 +177,9 @@ def cge(
 
     def init(params: Tree) -> Tree:
         group = Group(axes)
-        if group.is_bound and faulty >= (workers := group.size):
+        if group.is_bound and faulty >= group.size:
             raise ValueError(
-                f"`faulty` must be less than the number of workers ({workers}), got "
+                f"`faulty` must be less than the number of workers ({group.size}), got "
                 f"{faulty=}"
             )
         return trees.zeros(params) if decay else ()

@@ -121,7 +121,10 @@ def geometric_median(iterations: int = 32) -> Mean:
 
     def nearest(rows: Rows, counts: Array, total: Total) -> list[Array]:
         def closer(_: Any, z: list[Array]) -> list[Array]:
-            apart = lambda x, z: squares(x - z[None], axis=own_axes(x))
+
+            def apart(x, z):
+                return squares(x - z[None], axis=own_axes(x))
+
             gaps = norm(total(list(map(apart, rows, z)), iterations))
             usual = median(jnp.where(counts, gaps, jnp.nan))
             least = jnp.finfo(gaps.dtype).tiny
@@ -145,7 +148,8 @@ def trimmed_mean(cut: int = 1) -> Mean:
 
     def inner(rows: Rows, counts: Array, total: Total) -> list[Array]:
         del total
-        rank, number = jnp.arange(len(counts)), counts.sum()
+        rank = jnp.arange(len(counts))
+        number = counts.sum()
         in_the_middle = (rank == (number - 1) // 2) | (rank == number // 2)
         stays = jnp.where(
             number > 2 * cut, (rank >= cut) & (rank < number - cut), in_the_middle
@@ -195,7 +199,8 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
     """
     check_option("kind", kind, get_args(RobustMean))
     known = inspect.signature(KINDS[kind]).parameters
-    if unknown := [name for name in options if name not in known]:
+    unknown = [name for name in options if name not in known]
+    if unknown:
         raise ValueError(
             f"{kind!r} takes {', '.join(f'`{name}`' for name in known)}, got "
             f"{unknown[0]}={options[unknown[0]]!r}"
@@ -228,7 +233,10 @@ def _mean(rows: Rows, weights: Array) -> list[Array]:
 def _gaps(x: Array) -> Array:
     """The sums of squares between all rows, [3, W, W], from differences: exact for near
     rows."""
-    to = lambda i: squares(x - x[i][None], axis=own_axes(x))
+
+    def to(i):
+        return squares(x - x[i][None], axis=own_axes(x))
+
     return jnp.moveaxis(lax.map(to, jnp.arange(len(x))), 0, 1)
 
 
@@ -246,8 +254,11 @@ def median(rows: Array) -> Array:
     ordered = _ordered(rows, jnp.isfinite(rows))
     number = jnp.isfinite(ordered).sum(axis=0, dtype=jnp.int32)[None]
     rank = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+
     # A sum over ranks, because indexing by rank would take further copies.
-    at = lambda k: jnp.where(rank == k, ordered, 0).sum(axis=0)
+    def at(k):
+        return jnp.where(rank == k, ordered, 0).sum(axis=0)
+
     middle = 0.5 * at((number - 1) // 2) + 0.5 * at(number // 2)
     return jnp.where(number[0] > 0, middle, jnp.nan)
 

@@ -26,7 +26,8 @@ def recorded(losses: Array, loss: Any, t: Array) -> tuple[Array, Array]:
         raise ValueError(
             f"the leader is elected by each worker's loss, a scalar: {HOW}, got {loss}"
         )
-    window, dtype = len(losses), losses.dtype
+    window = len(losses)
+    dtype = losses.dtype
     # Under a user's `jax.vmap`, a scatter over rows of several workers would communicate.
     is_here = jnp.arange(window, dtype=t.dtype) == (t - 1) % window
     losses = jnp.where(is_here, jnp.asarray(loss, dtype), losses)

@@ -16,7 +16,7 @@ from lsgd_jax._src.exchange.schedule import Period, check_every
 from lsgd_jax._src.methods.averaging import average
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, mean_of, widened
-from lsgd_jax._src.wire.group import Group, turns_of
+from lsgd_jax._src.wire.group import Group, phase_rounds
 
 
 @by_value
@@ -44,7 +44,8 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     check_group_size(group_size)
 
     def init(params: Tree) -> tuple:
-        if (group := Group(axes)).is_bound:
+        group = Group(axes)
+        if group.is_bound:
             hops_of(group_size, group.size)  # raises early if W is not a power of two
         return ()
 
@@ -60,14 +61,17 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
             return tree
 
         mine = jax.tree.map(lambda y: jnp.where(takes_part, widened(y), 0), y)
-        rounds = hops_of(group_size, group.size)
-        branches = [functools.partial(sum_over, hops) for hops in rounds]
+        branches = [
+            functools.partial(sum_over, hops) for hops in hops_of(group_size, group.size)
+        ]
         r = group.round_of(len(branches))
         sums, count = group.switch(r, branches, (mine, takes_part.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
-    turns = lambda size: turns_of(list(map(tuple, hops_of(group_size, size))), size)
-    return Rule(axes, init, agree, keeps=(), reads_x=False, turns=turns)
+    def rounds(size: int) -> tuple[int, ...]:
+        return phase_rounds(list(map(tuple, hops_of(group_size, size))), size)
+
+    return Rule(axes, init, agree, keeps=(), reads_x=False, turns=rounds)
 
 
 def check_group_size(group_size: int) -> None:

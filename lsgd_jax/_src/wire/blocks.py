@@ -10,7 +10,7 @@ from jax import Array
 from lsgd_jax._src.wire.packing import Packing, joined
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """A flat buffer of leaves, cut into rows of one block; gaps between leaves stay.
 
     Attributes:
@@ -26,12 +26,13 @@ class Rows(NamedTuple):
     along = -1
 
     @classmethod
-    def of(cls, packing: Packing, b: int, block: int) -> "Rows":
+    def of(cls, packing: Packing, b: int, block: int) -> "BlockRows":
         """The blocks of a buffer; leaves without a gap between them form one run."""
         runs: list[tuple[int, int]] = []
         for _, start, size in packing.runs(b):
             if runs and sum(runs[-1]) == start:
-                start, size = runs[-1][0], runs.pop()[1] + size
+                start = runs[-1][0]
+                size = runs.pop()[1] + size
             runs.append((start, size))
         return cls(packing.shape(b), block, runs)
 
@@ -90,7 +91,10 @@ class Along(NamedTuple):
         >>> Along.of((512, 512), 256).axis
         0
         """
-        divisors = lambda n: [b for b in range(1, min(n, block) + 1) if n % b == 0]
+
+        def divisors(n):
+            return [b for b in range(1, min(n, block) + 1) if n % b == 0]
+
         sizes = [max(divisors(n)) for n in shape[:end]]
         return cls(shape, sizes.index(max(sizes)), max(sizes))
 
@@ -106,8 +110,10 @@ class Along(NamedTuple):
 
     def blocks(self, x: Array) -> Array:
         """The array with its axis cut in two: [..., n, block, ...]."""
-        shape, axis = self.shape, self.axis
-        leading, cut = x.shape[: x.ndim - len(shape)], (-1, self.block)
+        shape = self.shape
+        axis = self.axis
+        leading = x.shape[: x.ndim - len(shape)]
+        cut = (-1, self.block)
         return x.reshape(*leading, *shape[:axis], *cut, *shape[axis + 1 :])
 
     def array(self, blocks: Array) -> Array:
@@ -133,7 +139,8 @@ class Elements(NamedTuple):
 
     shape: tuple[int, ...]
 
-    along, width = -1, 0  # codes without scales are not packed, at any width
+    along = -1
+    width = 0  # codes without scales are not packed, at any width
 
     def blocks(self, x: Array) -> Array:
         """The array."""
@@ -142,4 +149,4 @@ class Elements(NamedTuple):
     array = sent = arrived = blocks
 
 
-Layout = Rows | Along | Elements
+Layout = BlockRows | Along | Elements

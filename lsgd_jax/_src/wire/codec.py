@@ -63,7 +63,8 @@ class Codec:
         self.coded = sum(bool(groups[i]) for i in firsts)
         self.shards = [axes[i] for i in firsts]
         self._layouts = [wire.layout(self._packing, b) for b in range(self.coded)]
-        self.pack, self.unpack = self._packing.pack, self._packing.unpack
+        self.pack = self._packing.pack
+        self.unpack = self._packing.unpack
 
     def encode(self, tree: Tree, key: Array | None = None) -> Message:
         """The message for a tree.
@@ -90,7 +91,8 @@ class Codec:
         self, buffers: list[Array], key: Array | None
     ) -> tuple[Message, list[Array]]:
         """The message for the buffers, and the buffers that arrive."""
-        coded, plain = buffers[: self.coded], buffers[self.coded :]
+        coded = buffers[: self.coded]
+        plain = buffers[self.coded :]
         finite = list(map(finite_part, coded))
         keys = [self.key(key, b) for b in range(self.coded)]
         pairs = list(map(self._wire.rounded, finite, self._layouts, keys))

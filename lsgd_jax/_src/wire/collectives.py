@@ -26,7 +26,8 @@ Permutation = Sequence[tuple[int, int]] | Array
 
 # With several workers on a device, `Workers` may split an axis in two: the devices along
 # it, and the slots of one device (a vmapped axis).
-DEVICE, SLOT = "{}_device", "{}_slot"
+DEVICE = "{}_device"
+SLOT = "{}_slot"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,10 @@ class MeshChannel:
         devices, slots = self._devices_and_slots()
         # Vmapped axes can only be gathered one at a time: the innermost comes first.
         names = [*reversed(slots), *([devices] if devices else [])]
-        stacked = lambda x: functools.reduce(lax.all_gather, names, x)
+
+        def stacked(x):
+            return functools.reduce(lax.all_gather, names, x)
+
         return jax.tree.map(lambda x: stacked(x).reshape(self.size, *x.shape), tree)
 
     def transpose(self, x: Array) -> Array:
@@ -118,9 +122,14 @@ class MeshChannel:
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """The tree of worker `source`, sent to the whole group."""
         mine = self.index == source
+
         # With a product instead of `where`, 0 * nan would leak other workers' nan.
-        mask = lambda x: jnp.where(mine, x, 0)
-        add_up = lambda x: lax.psum(mask(x), self._names).astype(x.dtype)
+        def mask(x):
+            return jnp.where(mine, x, 0)
+
+        def add_up(x):
+            return lax.psum(mask(x), self._names).astype(x.dtype)
+
         return _packed(lambda x: _in_whole_words(add_up, x), tree)
 
     @by_shards(out=lambda specs, *_: (specs, Spec()))
@@ -129,7 +138,10 @@ class MeshChannel:
         # The count lies in the buffer of the small leaves, and needs no message.
         summed = (widened(tree), where.astype(jnp.float32))
         packing = Packing(summed)
-        take_part = lambda x: jnp.where(where, x, 0)
+
+        def take_part(x):
+            return jnp.where(where, x, 0)
+
         sums = [lax.psum(take_part(x), self._names) for x in packing.pack(summed)]
         total, count = packing.unpack(sums)
         if mean:
@@ -146,7 +158,10 @@ class MeshChannel:
         permutations.
         """
         if isinstance(permutation, Array):
-            along = lambda x: self._through_all(x, permutation)
+
+            def along(x):
+                return self._through_all(x, permutation)
+
         else:
             size = self.size
             for side, indices in zip(("source", "destination"), zip(*permutation)):
@@ -158,7 +173,10 @@ class MeshChannel:
                         f"workers, got {permutation=}"
                     )
             devices, slots = self._devices_and_slots()
-            along = lambda x: _send_along(x, permutation, devices, MeshChannel(slots))
+
+            def along(x):
+                return _send_along(x, permutation, devices, MeshChannel(slots))
+
         return shard_by_shard(lambda tree: _packed(along, tree), tree)
 
     def _through_all(self, x: Array, sources: Array) -> Array:
@@ -295,7 +313,8 @@ def _send_along(
         return lax.ppermute(x, devices, permutation) if devices else x
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for source, target in permutation:
-        (d, s), (e, t) = divmod(source, slots.size), divmod(target, slots.size)
+        d, s = divmod(source, slots.size)
+        e, t = divmod(target, slots.size)
         lanes.setdefault((s, t), []).append((d, e))
     rows = slots.gather(x)  # every slot of this device
     arrived = jnp.zeros_like(rows)

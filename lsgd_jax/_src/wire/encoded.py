@@ -25,6 +25,7 @@ from lsgd_jax._src.layouts import (
     sharded_over,
     whole_rows,
 )
+from lsgd_jax._src.moved import renamed_argument
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, finite_part, is_float, widened
 from lsgd_jax._src.wire import narrow_sums
@@ -69,8 +70,11 @@ class WireState(NamedTuple):
 
     def without_error(self, restored: Array) -> "WireState":
         """Clears the error of a worker that was restored."""
-        forget = lambda e: jnp.where(restored, jnp.zeros_like(e), e)
-        return self._replace(error=jax.tree.map(forget, self.error))
+
+        def cleared(e: Array) -> Array:
+            return jnp.where(restored, jnp.zeros_like(e), e)
+
+        return self._replace(error=jax.tree.map(cleared, self.error))
 
     def __lsgd_resized__(self) -> "WireState":
         """For `resize`: keeps the reference, and no error, which was another worker's.
@@ -116,14 +120,16 @@ class EncodedGroup(Group):
     ):
         super().__init__(axes, channel)
         self.bytes_sent = sent
-        self.kept, self._t = kept, t
+        self.kept = kept
+        self._t = t
         self._wire: Any = wire
         self._keeps_one = False
         # Asynchronous workers only gather, and a share must not cut the shards of a worker.
         shards_are_known = bool(known_axes()) or not may_be_sharded()
         self._cuts = self.channel.transposes and shards_are_known
         # The workers that add up in float32, and those that exchange encoded messages.
-        self._inside, self._across = Group(()), self
+        self._inside = Group(())
+        self._across: Group = self
         if self._cuts and wire.across:
             self._across = Group(wire.across)
             slow = self._across.axes
@@ -142,15 +148,18 @@ class EncodedGroup(Group):
             return super().broadcast(tree, source)
 
         def send(codec: Codec, t: Array, tree: Tree, kept: WireState, source: Array) -> Any:
-            v, r = codec.pack(tree), codec.pack(_reference(kept))
+            v = codec.pack(tree)
+            r = codec.pack(_reference(kept))
             message, _ = codec.round_buffers(list(map(_minus, v, r)), self._key(t))
             self._count(message)
             q = codec.decode_buffers(self.channel.broadcast(message, source))
             z = list(map(_plus, v, r, q))
             return codec.unpack(z), self._remembered(codec, t, z, r, kept)
 
-        out = lambda specs, kept, *_: (specs, kept)
-        z, self.kept = self._on_shards(send, tree, self.kept, source, out=out)
+        def layout(specs: Any, kept: Any, source: Any) -> Any:
+            return specs, kept
+
+        z, self.kept = self._on_shards(send, tree, self.kept, source, layout=layout)
         return z
 
     def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
@@ -169,49 +178,60 @@ class EncodedGroup(Group):
         self._keep_one()
         # A worker alone adds up exactly, but holds back what 'top-k' does not send.
         if self._across.size == 1 and not self._wire.is_sparse:
-            exact = super().masked_mean if mean else super().masked_sum
-            return exact(tree, where)
+            return (
+                super().masked_mean(tree, where)
+                if mean
+                else super().masked_sum(tree, where)
+            )
         in_shares = self._in_shares(tree)
 
-        def add_up(codec, t, tree, kept, where, reference):
-            v, own = codec.pack(tree), reference is None
-            if not mean:
-                sums, count, kept = self._sums(codec, t, v, kept, where, in_shares)
-                return (codec.unpack(sums), count), kept
-            r = codec.pack(_reference(kept) if own else reference)
+        def sum_of(codec, t, tree, kept, where, reference):
+            v = codec.pack(tree)
+            sums, count, kept = self._sums(codec, t, v, kept, where, in_shares)
+            return (codec.unpack(sums), count), kept
+
+        def mean_of(codec, t, tree, kept, where, reference):
+            v = codec.pack(tree)
+            r = codec.pack(_reference(kept) if reference is None else reference)
             gaps = list(map(_minus, v, r))
             sums, count, kept = self._sums(codec, t, gaps, kept, where, in_shares)
             z = list(map(_plus, v, r, trees.mean_of(sums, count)))
-            if own:
+            if reference is None:
                 kept = self._remembered(codec, t, z, r, kept)
             return (codec.unpack(z), count), kept
 
-        out = lambda specs, kept, *_: ((specs, Spec()), kept)
-        given = tree, self.kept, where, reference
-        total, self.kept = self._on_shards(add_up, *given, out=out)
+        def layout(specs: Any, kept: Any, where: Any, reference: Any) -> Any:
+            return (specs, Spec()), kept
+
+        add_up = mean_of if mean else sum_of
+        total, self.kept = self._on_shards(
+            add_up, tree, self.kept, where, reference, layout=layout
+        )
         if self._across is not self:
             self.bytes_sent += self._inside.bytes_sent + self._across.bytes_sent
         return total
 
+    @renamed_argument(turn="number")
     @with_automatic_axes
-    def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
+    def permute(self, tree: Tree, permutation: Permutation, number: int = 0) -> Tree:
         """Q(y) of this worker's source."""
         if self.size == 1:
-            return super().permute(tree, permutation, turn)
+            return super().permute(tree, permutation, number)
 
         def send(codec: Codec, t: Array, tree: Tree) -> Tree:
-            message = codec.encode(tree, self._key(t, turn))
+            message = codec.encode(tree, self._key(t, number))
             return codec.decode(self._permuted(message, permutation))
 
         return self._on_shards(send, tree)
 
-    def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
+    @renamed_argument(turn="number")
+    def quantization_error(self, tree: Tree, number: int = 0) -> Tree | None:
         """y - Q(y)."""
         if self.size == 1:
             return None
 
         def error(codec: Codec, t: Array, tree: Tree) -> Tree | None:
-            return codec.error(tree, codec.encode(tree, self._key(t, turn)))
+            return codec.error(tree, codec.encode(tree, self._key(t, number)))
 
         return self._on_shards(error, tree)
 
@@ -240,17 +260,22 @@ class EncodedGroup(Group):
         fn: Callable,
         tree: Tree,
         *others: Any,
-        out: Callable = lambda specs, *_: specs,
+        layout: Callable = lambda specs, *others: specs,
     ) -> Any:
-        """Runs fn(codec, t, tree, *others) on each device of this worker."""
+        """Runs fn(codec, t, tree, *others) on each device of this worker.
+
+        layout: the layouts of the result, from those of the tree and of the others.
+        """
         shards = sharded_over(tree)
 
         def on_shard(tree: Tree, t: Array, *others: Any) -> Any:
             return fn(Codec(tree, self._wire, shards), t, tree, *others)
 
-        layout = lambda specs, _, *more: out(specs, *more)
+        def out(specs: Any, t: Any, *others: Any) -> Any:
+            return layout(specs, *others)
+
         given = jax.tree.map(jnp.asarray, (self._t, *others))
-        return shard_by_shard(on_shard, tree, *given, out=layout)
+        return shard_by_shard(on_shard, tree, *given, out=out)
 
     def _sums(
         self,
@@ -268,12 +293,16 @@ class EncodedGroup(Group):
         """
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))
-        take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
-        decay = self._wire.decay
-        # What was lost in earlier roundings is sent again, so that it arrives in the end.
-        e = codec.pack(kept.error)
-        owed = [take_part(widened(v) + decay * e) for v, e in zip(v, e)]
-        add_up = self._sums_of_shares if in_shares else self._sums_of_messages
+
+        def owed_of(v: Array, e: Array) -> Array:
+            """Sends earlier quantization errors again, so that they arrive in the end."""
+            owed = widened(v) + self._wire.decay * e
+            return jnp.where(where & jnp.isfinite(owed), owed, jnp.zeros_like(owed))
+
+        owed = list(map(owed_of, v, codec.pack(kept.error)))
+        add_up: Callable = self._sums_of_messages
+        if in_shares:
+            add_up = self._sums_of_shares
         if self._across is not self:
             add_up = functools.partial(self._sums_on_two_levels, add_up)
         sums, e, count = add_up(codec, owed, where, self._key(t))
@@ -293,25 +322,33 @@ class EncodedGroup(Group):
         e = list(map(jnp.subtract, owed, given))
 
         def read(sent: Message) -> tuple[list[Array], list[Array]]:
-            return codec.decode_buffers(sent), codec.senders(sent) if by_senders else []
+            values = codec.decode_buffers(sent)
+            senders = codec.senders(sent) if by_senders else []
+            return values, senders
 
         (sums, senders), count = self._gathered_sums(sent, where, read)
         if by_senders:
-            share = lambda n: count.astype(n.dtype) / jnp.maximum(n, 1)
-            sums = [s * share(n) for s, n in zip(sums, senders)]
+            sums = [
+                total * (count.astype(n.dtype) / jnp.maximum(n, 1))
+                for total, n in zip(sums, senders)
+            ]
         return sums, e, count
 
     def _sums_of_shares(
         self, codec: Codec, owed: list[Array], where: Array, key: Array | None
     ) -> Sums:
         """By shares; the error of the sum of a share is its owner's."""
-        coded, plain = owed[: codec.coded], owed[codec.coded :]
+        coded = owed[: codec.coded]
+        plain = owed[codec.coded :]
         keys = [codec.key(key, b) for b in range(codec.coded)]
-        add_up = lambda x, key: narrow_sums.add_up(x, key, self._wire, self._across)
-        found = list(map(add_up, coded, keys))
+        found = [
+            narrow_sums.add_up(x, key, self._wire, self._across)
+            for x, key in zip(coded, keys)
+        ]
         exact, count = self._gathered_sums(plain, where, lambda sent: sent)
         sums = [total for total, _ in found] + exact
-        return sums, [e for _, e in found] + list(map(jnp.zeros_like, plain)), count
+        errors = [e for _, e in found] + list(map(jnp.zeros_like, plain))
+        return sums, errors, count
 
     def _sums_on_two_levels(
         self, add_up: Callable, codec: Codec, owed: list[Array], where: Array, key: Any
@@ -321,7 +358,9 @@ class EncodedGroup(Group):
         With L workers in a node, the worker of index l has the l-th part of all blocks of
         the node's sum, and its error.
         """
-        inside, (coded, plain) = self._inside, (owed[: codec.coded], owed[codec.coded :])
+        inside = self._inside
+        coded = owed[: codec.coded]
+        plain = owed[codec.coded :]
         cuts = [self._wire.cut(x.shape, inside.size) for x in coded]
         parts = [inside.scatter(cut.rows(x))[0] for cut, x in zip(cuts, coded)]
         across = Codec(parts, self._wire, codec.shards[: codec.coded])
@@ -331,12 +370,13 @@ class EncodedGroup(Group):
             nothing = jnp.zeros([inside.size, *part.shape], part.dtype)
             return lax.dynamic_update_index_in_dim(nothing, part, inside.index, 0)
 
-        whole = lambda rows: [cut.array(found) for cut, found in zip(cuts, rows)]
-        sums = whole(map(inside.gather, across.unpack(sums)))
-        e = whole(map(in_place, across.unpack(e)))
+        sums = [
+            cut.array(inside.gather(part)) for cut, part in zip(cuts, across.unpack(sums))
+        ]
+        errors = [cut.array(in_place(part)) for cut, part in zip(cuts, across.unpack(e))]
         exact = list(map(self.add, plain))
         count = self.add(where.astype(jnp.float32))
-        return sums + exact, e + list(map(jnp.zeros_like, plain)), count
+        return sums + exact, errors + list(map(jnp.zeros_like, plain)), count
 
     def _gathered_sums(
         self, sent: Message, where: Array, read: Callable[[Message], Tree]
@@ -349,11 +389,14 @@ class EncodedGroup(Group):
         rows = list(map(whole_rows, rows))
 
         def of_worker(i: Any) -> tuple[Tree, Array]:
-            row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
-            sent, gives = packing.unpack([row(x) for x in rows])
-            gives = gives == 1  # nan for a worker that has failed
-            add = lambda q: jnp.where(gives, q, jnp.zeros_like(q))
-            return jax.tree.map(add, read(sent)), gives.astype(jnp.float32)
+            row = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in rows]
+            sent, weight = packing.unpack(row)
+            counts = weight == 1  # nan for a worker that has failed
+
+            def counted(q: Array) -> Array:
+                return jnp.where(counts, q, jnp.zeros_like(q))
+
+            return jax.tree.map(counted, read(sent)), counts.astype(jnp.float32)
 
         def add(i: Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_worker(i))
@@ -365,18 +408,21 @@ class EncodedGroup(Group):
         self, codec: Codec, t: Array, z: list[Array], r: list[Array], kept: WireState
     ) -> WireState:
         """Returns the memory with z as its reference in place of r."""
-        renew = lambda z, r: z.astype(r.dtype) if is_float(z) else r
-        r = codec.unpack(list(map(renew, z, r)), t)
-        shared = kept.reference
-        reference = shared._replace(value=r) if isinstance(shared, Shared) else r
+
+        def renewed(z: Array, r: Array) -> Array:
+            return z.astype(r.dtype) if is_float(z) else r
+
+        reference = codec.unpack(list(map(renewed, z, r)), t)
+        if isinstance(kept.reference, Shared):
+            reference = kept.reference._replace(value=reference)
         return kept._replace(reference=reference)
 
-    def _key(self, t: Array, turn: int = 0) -> Array | None:
+    def _key(self, t: Array, number: int = 0) -> Array | None:
         """Returns this worker's random key for a message of this step."""
         wire = self._wire
         if isinstance(wire, TopK) or wire.rounding == "nearest":
             return None
-        return draws(wire.seed, t, self.index, turn)
+        return draws(wire.seed, t, self.index, number)
 
 
 _KEEPS = (

@@ -20,6 +20,7 @@ from jax import Array, lax
 from lsgd_jax._src.checks import check_all_auto
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import shard_by_shard, shard_nbytes
+from lsgd_jax._src.moved import renamed_argument
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.trees import (
     HEADROOM,
@@ -228,16 +229,17 @@ class Group:
         means, _ = self.masked_mean(tree)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
 
+    @renamed_argument(turn="number")
     @with_automatic_axes
-    def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
+    def permute(self, tree: Tree, permutation: Permutation, number: int = 0) -> Tree:
         """Sends each worker's tree along a permutation of the group.
 
         Args:
           tree: the tree to send; varying.
           permutation: pairs (source, destination) of indices in the group. Every source and
             every destination may occur at most once.
-          turn: the number of the message in this exchange, so that each message has its own
-            draws for stochastic rounding.
+          number: the number of the message in this exchange, so that each message has its
+            own draws for stochastic rounding.
 
         Returns:
           The tree of this worker's source, or zeros for a worker that is no destination.
@@ -246,15 +248,17 @@ class Group:
         Raises:
           ValueError: two pairs share a source or a destination, or an index is outside.
         """
-        del turn
+        del number
         return self._permuted(tree, permutation)
 
-    def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
+    @renamed_argument(turn="number")
+    def quantization_error(self, tree: Tree, number: int = 0) -> Tree | None:
         """The quantization error of permuting or pushing `tree`, None if sent exactly.
 
-        A rule that subtracts its messages from the sender returns this error to the sender.
+        `number` is that of the message, see `permute`. A rule that subtracts its messages
+        from the sender returns this error to the sender.
         """
-        del tree, turn
+        del tree, number
         return None
 
     @with_automatic_axes
@@ -283,17 +287,17 @@ class Group:
           or wider) and Σ weight_j, a scalar; zeros without in-neighbors.
         """
 
+        def weighed(tree: Tree, m: Array) -> Tree:
+            return jax.tree.map(lambda x: m.astype(widened(x).dtype) * widened(x), tree)
+
         def send(permutations: Sequence[Permutation], message: Any) -> tuple[Tree, Array]:
             tree, weight = message
-            sums, mass = zeros(tree), jnp.zeros([], weight.dtype)
+            total = (zeros(tree), jnp.zeros([], weight.dtype))  # (sums, mass)
             for n, permutation in enumerate(permutations):
                 own = weight[n] if weight.ndim else weight
                 arrived, m = self.permute((tree, own), permutation)
-                weighed = jax.tree.map(
-                    lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
-                )
-                sums, mass = jax.tree.map(jnp.add, (sums, mass), (weighed, m))
-            return sums, mass
+                total = jax.tree.map(jnp.add, total, (weighed(arrived, m), m))
+            return total
 
         if len(set(rounds)) > most_branches(self.size) and not isinstance(r, int):
             # As an array, the permutation is an argument of the program and not a part of
@@ -307,11 +311,9 @@ class Group:
         """Applies a rule [W, ...] -> [...] to the group's W values at every coordinate.
 
         Each worker applies it to 1/W of the coordinates, see `Shares`. The rule is called
-        with values in float32 or wider, and with the scalars. Traced
-        values must be passed as scalars, not in a closure. The result has the dtypes of the
-        tree.
+        with values in float32 or wider, and with the scalars. Traced values must be passed
+        as scalars, not in a closure. The result has the dtypes of the tree.
         """
-
         check_all_auto()
 
         def of_shards(tree: Tree, *scalars: Any) -> Tree:
@@ -330,9 +332,12 @@ class Group:
 
     def switch(self, r: Any, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch` for branches that communicate; r is the same for the whole group."""
-        if len(branches) == 1 or isinstance(r, int):
-            return branches[r if isinstance(r, int) else 0](operand)
-        before, sent = self.bytes_sent, {}
+        if isinstance(r, int):
+            return branches[r](operand)
+        if len(branches) == 1:
+            return branches[0](operand)
+        before = self.bytes_sent
+        sent: dict[int, float] = {}
 
         def counted(i: int, operand: Any) -> Any:
             self.bytes_sent = 0.0
@@ -359,8 +364,11 @@ class Group:
         """
         if not self.is_delayed:
             return sums
-        fits = lambda s, other: jnp.where(jnp.isfinite(HEADROOM * s), s, other)
-        return jax.tree.map(fits, sums, instead)
+
+        def finite(s: Array, other: Array) -> Array:
+            return jnp.where(jnp.isfinite(HEADROOM * s), s, other)
+
+        return jax.tree.map(finite, sums, instead)
 
     # Counted messages
 
@@ -380,17 +388,19 @@ def most_branches(size: int) -> int:
     return math.ceil(math.log2(size)) + 1
 
 
-def turns_of(rounds: Sequence[Hashable], size: int) -> tuple[int, ...]:
-    """For each round the first one that equals it: the rounds that a phase may name.
+def phase_rounds(rounds: Sequence[Hashable], size: int) -> tuple[int, ...]:
+    """The rounds that a phase may name: for each round the first one that equals it.
 
     () if programs hold the only round, or none of too many: a phase names nothing then.
 
-    >>> turns_of(["a", "b", "a"], 8), turns_of("abcdefghi", 8), turns_of("aa", 8)
-    ((0, 1, 0), (), ())
+    >>> phase_rounds(["a", "b", "a"], 8)
+    (0, 1, 0)
+    >>> phase_rounds("abcdefghi", 8), phase_rounds("aa", 8)
+    ((), ())
     """
     first: dict[Hashable, int] = {}
-    turns = tuple(first.setdefault(each, r) for r, each in enumerate(rounds))
-    return turns if 1 < len(first) <= most_branches(size) else ()
+    named = tuple(first.setdefault(each, r) for r, each in enumerate(rounds))
+    return named if 1 < len(first) <= most_branches(size) else ()
 
 
 def sources_of(rounds: Sequence[Sequence[Permutation]], size: int) -> np.ndarray:

@@ -63,7 +63,9 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
       of its message and of the sum of its share.
     """
     cut, layout = shares(x.shape, group.size, wire)
-    decode = lambda message: wire.decode(message, layout)
+
+    def decode(message):
+        return wire.decode(message, layout)
 
     rows = cut.rows(x.astype(jnp.float32))
     sent, given = wire.rounded(rows, layout, key)
@@ -72,7 +74,10 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
     arrived = second_round(jax.tree.map(group.transpose, sent))
 
     def add(i: Array, total: Array) -> Array:
-        row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+        def row(x):
+            return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
         return total + decode(jax.tree.map(row, arrived))
 
     nothing = jnp.zeros(rows.shape[1:], jnp.float32)
@@ -97,7 +102,8 @@ def shares(shape: tuple[int, ...], workers: int, wire: Wire) -> tuple[Cut, Layou
     ((512, 512), Along(shape=(512, 512), axis=0, block=256))
     """
     cut = wire.cut(shape, workers)
-    if (layout := wire.along_leading(cut.part)) is not None:
+    layout = wire.along_leading(cut.part)
+    if layout is not None:
         return cut, layout
     cut = Cut.flat(shape, workers, wire.block)
     return cut, wire.along(cut.part)

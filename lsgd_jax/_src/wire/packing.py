@@ -58,7 +58,10 @@ class Packing:
             stays = leaf.size > PACKED_BELOW or (self.keeps_shapes and leaf.ndim)
             alone = i if stays else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
-        is_last = lambda members: not (groups and groups[members[0]])
+
+        def is_last(members):
+            return not (groups and groups[members[0]])
+
         self.members = sorted(buffers.values(), key=is_last)
         self._starts = [0] * len(leaves)  # in their buffers
         for members in self.members:
@@ -68,7 +71,8 @@ class Packing:
 
     def pack(self, tree: Tree) -> list[Array]:
         """Returns the buffers of a tree."""
-        leaves, buffers = jax.tree.leaves(tree), []
+        leaves = jax.tree.leaves(tree)
+        buffers = []
         for members in self.members:
             own = [leaves[i] for i in members]
             # A leaf that has a buffer of its own keeps its shape.
@@ -92,7 +96,9 @@ class Packing:
             starts = lax.cond(t > 0, lambda: list(map(jnp.int32, starts)), lambda: zeros)
         for buffer, members in zip(buffers, self.members, strict=True):
             for i in members:
-                part, start, size = buffer, starts[i], self._sizes[i]
+                part = buffer
+                start = starts[i]
+                size = self._sizes[i]
                 if len(members) > 1 and t is None:
                     part = lax.slice(buffer, [start], [start + size])
                 elif len(members) > 1:
@@ -174,7 +180,8 @@ class Cut(NamedTuple):
         if self.axis is None:
             missing = self.parts * self.part[0] - x.size
             return jnp.pad(x.ravel(), (0, missing)).reshape(self.parts, -1)
-        before, after = self.part[: self.axis], self.part[self.axis :]
+        before = self.part[: self.axis]
+        after = self.part[self.axis :]
         return jnp.moveaxis(x.reshape(*before, self.parts, *after), self.axis, 0)
 
     def array(self, rows: Array) -> Array:

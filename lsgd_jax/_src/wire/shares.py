@@ -35,7 +35,8 @@ def second_round(arrived: Tree) -> Tree:
     If the second round also waits for the loss, the first one travels beside the forward
     pass, and the second one beside the backward pass.
     """
-    if (loss := _FORWARD.get()) is None:
+    loss = _FORWARD.get()
+    if loss is None:
         return arrived
     return lax.optimization_barrier((arrived, loss))[0]
 
@@ -53,7 +54,8 @@ class Shares:
     """
 
     def __init__(self, group: Any, tree: Tree, of: Sequence[Hashable] | None = None):
-        self._group, self._is_cut = group, group.channel.transposes
+        self._group = group
+        self._is_cut = group.channel.transposes
         self.packing = Packing(tree, of)
 
     def rows(self, tree: Tree) -> list[Array]:
@@ -62,14 +64,18 @@ class Shares:
         if not self._is_cut:
             return self._group.gather(buffers)  # one message of all buffers
         group = self._group
-        own = lambda x: group.transpose(Cut.of(x.shape, group.size).rows(x))
+
+        def own(x):
+            return group.transpose(Cut.of(x.shape, group.size).rows(x))
+
         return second_round([own(x) if x.size else group.gather(x) for x in buffers])
 
     def join(self, shares: Sequence[Array]) -> Tree:
         """The tree of all workers' shares, one for each buffer, [...]."""
         # Parts of a buffer cannot tell its shape, because they may be padded.
         shapes = map(self.packing.shape, range(len(self.packing.members)))
-        group, buffers = self._group, []
+        group = self._group
+        buffers = []
         for share, shape in zip(shares, shapes):
             if self._is_cut and share.size:
                 share = Cut.of(shape, group.size).array(group.gather(share))
@@ -77,5 +83,5 @@ class Shares:
         return self.packing.unpack(buffers)
 
     def total(self, partial: Array, times: int = 1) -> Array:
-        """The sum of what workers computed of their shares; in a loop of `times` turns."""
+        """The sum over the workers' shares; in a loop of `times` iterations."""
         return self._group.add(partial, times) if self._is_cut else partial

@@ -74,7 +74,8 @@ class TopK:
 
     def layout(self, packing: Packing, b: int) -> "Chunks":
         """How the leaves of a buffer fall into chunks."""
-        shape, leaves = packing.shape(b), len(packing.members[b])
+        shape = packing.shape(b)
+        leaves = len(packing.members[b])
         size = math.prod(shape) // leaves
         chunk = min(self.chunk, size)
         kept = min(max(1, round(self.density * self.chunk)), chunk)

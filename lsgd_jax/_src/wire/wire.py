@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.wire.blocks import Along, Elements, Layout, Rows
+from lsgd_jax._src.wire.blocks import Along, BlockRows, Elements, Layout
 from lsgd_jax._src.wire.packing import Cut, Packing, is_large
 from lsgd_jax._src.wire.top_k import TopK
 
@@ -114,7 +114,7 @@ class Wire:
         if packing.keeps_shapes:
             return self.along(shape)
         leading = self.along_leading(shape) if is_large(shape) else None
-        return leading or Rows.of(packing, b, self.block)
+        return leading or BlockRows.of(packing, b, self.block)
 
     def along(self, shape: tuple[int, ...]) -> Along | Elements:
         """The blocks of an array that keeps its shape."""

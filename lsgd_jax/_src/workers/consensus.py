@@ -112,7 +112,8 @@ def consensus(params: Tree) -> Tree:
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus(params: Tree, packed: bool) -> Tree:
     finite = is_finite(params)
-    first, row = jnp.argmax(finite), with_automatic_axes(lambda x, i: x[i])
+    first = jnp.argmax(finite)
+    row = with_automatic_axes(lambda x, i: x[i])
     leaves, treedef = jax.tree.flatten(params)
     means = iter(_means(list(filter(_has_mean, leaves)), finite, packed))
     return treedef.unflatten(
@@ -214,7 +215,8 @@ def _first_that_differs(x: Array) -> tuple[Array, Array, Array]:
         largest = jnp.abs(finite_part(widened(x))).max()
         slack = ROUNDINGS * jnp.finfo(x.dtype).eps * largest
     else:
-        apart, slack = (~same).astype(jnp.float32), jnp.float32(0)
+        apart = (~same).astype(jnp.float32)
+        slack = jnp.float32(0)
     gaps = apart.max(axis=own_axes(x))
     wrong = ~(gaps <= slack)
     i = jnp.argmax(wrong)
@@ -287,7 +289,10 @@ def _pieces(params: Tree, centers: Sequence[Tree]) -> list[list[Array]]:
 
 def _centers(opt_state: Tree) -> Iterator[Tree]:
     """Yields the center of each pull that has one, with empty nodes for other leaves."""
-    own = lambda node: hasattr(type(node), "__lsgd_center__") or isinstance(node, WithState)
+
+    def own(node):
+        return hasattr(type(node), "__lsgd_center__") or isinstance(node, WithState)
+
     # A user's own vmap has stacked values that are equal on all workers.
     is_stacked = any(jnp.ndim(node.count.value) for node in states_of(opt_state))
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):

@@ -88,8 +88,10 @@ def warn_of_idle_devices(nodes: int, locals: int, grid: np.ndarray, available: i
       grid: the devices in use, [node, local, *inside].
       available: how many devices there are.
     """
-    workers, each = nodes * locals, math.prod(grid.shape[2:])
-    places, most = grid.size // each, available // each
+    workers = nodes * locals
+    each = math.prod(grid.shape[2:])
+    places = grid.size // each
+    most = available // each
     if workers // places <= -(-workers // most):
         return  # a step takes no longer than with all devices in use
     fewer = workers - workers % most
@@ -120,7 +122,8 @@ def named_mesh(
     device_names: list[str] = []
     slots: Slots = []
     for axis, devices, workers in zip(WORKER_AXES, grid.shape, (nodes, locals)):
-        unsplit, on_one = devices == workers, devices == 1
+        unsplit = devices == workers
+        on_one = devices == 1
         device_names.append(axis if unsplit else DEVICE.format(axis))
         if not unsplit:
             slots.append((axis if on_one else SLOT.format(axis), workers // devices))
@@ -175,7 +178,10 @@ def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Devi
 
 def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
     """Grids of devices in which every device holds consecutive workers."""
-    divisors = lambda n: [d for d in range(1, n + 1) if n % d == 0]
+
+    def divisors(n):
+        return [d for d in range(1, n + 1) if n % d == 0]
+
     grids = itertools.chain(
         ((nodes, d) for d in divisors(locals)), ((d, 1) for d in divisors(nodes))
     )

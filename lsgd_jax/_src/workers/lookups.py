@@ -58,6 +58,7 @@ def _whole(x: jax.Array, kept: tuple[int, ...]) -> jax.Array:
     sharding = jax.typeof(x).sharding
     if sharding.mesh.explicit_axes:
         own = (*sharding.spec, *[None] * x.ndim)
-        return jax.reshard(x, Spec(*(own[d] if d in kept else None for d in range(x.ndim))))
+        entries = [own[d] if d in kept else None for d in range(x.ndim)]
+        return jax.reshard(x, Spec(*entries))
     each = (Spec.UNCONSTRAINED if d in kept else None for d in range(x.ndim))
     return lax.with_sharding_constraint(x, Spec(*each))

@@ -45,14 +45,18 @@ class Grid(NamedTuple):
     def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
         """The sharding of leaves [W, ...], or of shared ones [...], by their own `spec`."""
         own = spec or Spec()
-        # Over all workers' devices, as XLA returns it.
-        names = tuple(name for name in self.axes if self.mesh.shape[name] > 1)
-        leading = Spec(names if len(names) > 1 else names[0]) if names else Spec()
         if not self.is_explicit:  # as XLA returns it
             own = layouts.over(own, self.inside)
         if not shared:
-            own = Spec(*(leading or (None,)), *own) if own else leading
+            own = self._of_rows(own)
         return NamedSharding(self.mesh, own)
+
+    def _of_rows(self, own: Spec) -> Spec:
+        """The spec of leaves [W, ...], over all workers' devices, as XLA returns it."""
+        names = tuple(name for name in self.axes if self.mesh.shape[name] > 1)
+        if not names:
+            return Spec(None, *own) if own else Spec()
+        return Spec(names if len(names) > 1 else names[0], *own)
 
     @property
     def is_explicit(self) -> bool:
@@ -62,12 +66,12 @@ class Grid(NamedTuple):
     def placed(self, x: Any, shared: bool) -> Any:
         """A traced leaf, sharded over the workers; on axes inside them as it was."""
         now = jax.typeof(x).sharding
-        own = now.spec[0 if shared else 1 :] if now.mesh.explicit_axes else ()
-        return jax.reshard(x, self.sharding(Spec(*own), shared))
+        own = _of_one(now.spec, shared) if now.mesh.explicit_axes else Spec()
+        return jax.reshard(x, self.sharding(own, shared))
 
     def typed(self, one: jax.ShapeDtypeStruct, x: Any, shared: bool) -> Any:
         """The shape of a leaf in a worker, with the type that it has there."""
-        spec = Spec(*jax.typeof(x).sharding.spec[0 if shared else 1 :])
+        spec = _of_one(jax.typeof(x).sharding.spec, shared)
         sharding = NamedSharding(self.mesh.abstract_mesh, spec)
         return one.update(sharding=sharding)
 
@@ -85,7 +89,12 @@ class Grid(NamedTuple):
         """The spec in a worker of an array with that sharding; None on another mesh."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
-        return layouts.over(Spec(*sharding.spec[0 if shared else 1 :]), self.inside)
+        return layouts.over(_of_one(sharding.spec, shared), self.inside)
+
+
+def _of_one(spec: Spec, shared: bool) -> Spec:
+    """The spec in a worker: without that of the leading axis, which a shared leaf lacks."""
+    return Spec(*spec) if shared else Spec(*spec[1:])
 
 
 def compiled(
@@ -101,7 +110,8 @@ def compiled(
         _check_context(grid.mesh)
         call, args = _without(static, fn, args, named)
         grid.check(args)
-        flags, (leaves, structure) = shared_flags(args), jax.tree.flatten(args)
+        flags = shared_flags(args)
+        leaves, structure = jax.tree.flatten(args)
         one = one_worker(args)
         if grid.is_explicit:
             leaves = list(map(grid.placed, leaves, flags))
@@ -110,7 +120,7 @@ def compiled(
         found = layouts.Layouts(args, map(grid.spec_of, shardings, flags), one)
         flat = _OnLeaves(call, structure, grid)
         with layouts.known(found), during(NAMES, grid.names):
-            traced = _trace(flat, one, uniform.claims(args, grid.sizes), grid, meetings)
+            traced = _trace(flat, one, uniform.leaf_axes(args, grid.sizes), grid, meetings)
             specs = [None] * len(flat.specs) if grid.is_explicit else flat.specs
             spmd = _spmd(traced, grid, flags, flat.shared, specs)
             return flat.results.unflatten(spmd(*leaves))
@@ -138,13 +148,13 @@ class _OnLeaves:
       results: the structure of the results. This and all below are known after a call.
       shared: for each result, whether it is the same on all workers.
       specs: for each result, its known layout inside a worker, or None.
-      claims: see `uniform.claims`.
+      leaf_axes: see `uniform.leaf_axes`.
     """
 
     results: Any
     shared: list[bool]
     specs: list[Spec | None]
-    claims: list[uniform.Claim]
+    leaf_axes: list[uniform.LeafAxes]
 
     def __init__(self, fn: Callable, args: Any, grid: Grid):
         self._fn = fn
@@ -156,14 +166,14 @@ class _OnLeaves:
         found, self.results = jax.tree.flatten(outputs)
         self.shared = shared_flags(outputs)
         self.specs = layouts.of_known(outputs)
-        self.claims = uniform.claims(outputs, self._grid.sizes)
+        self.leaf_axes = uniform.leaf_axes(outputs, self._grid.sizes)
         return found
 
 
 def _trace(
     fn: _OnLeaves,
     shapes: Sequence[Any],
-    claims: Sequence[uniform.Claim],
+    leaf_axes: Sequence[uniform.LeafAxes],
     grid: Grid,
     meetings: Meetings,
 ) -> Callable[..., list[Any]]:
@@ -175,7 +185,7 @@ def _trace(
     Args:
       fn: the function, written for one worker.
       shapes: one worker's arguments: anything with a shape, a dtype and a weak type.
-      claims: those of the arguments, see `uniform.claims`.
+      leaf_axes: those of the arguments, see `uniform.leaf_axes`.
       grid: the positions of the workers.
       meetings: the axes along which programs communicate.
 
@@ -196,7 +206,7 @@ def _trace(
     trace = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)
     with during(EXCHANGES, exchanges), during(SLOTS, slots):
         traced, types = trace(*shapes)
-    uniform.check(traced.jaxpr, claims, fn.claims, grid.sizes)
+    uniform.check(traced.jaxpr, leaf_axes, fn.leaf_axes, grid.sizes)
     meetings.check(traced.jaxpr, exchanges, grid.sizes)
     (mapped,) = traced.eqns
     body = jaxpr_as_fun(ClosedJaxpr(with_whole_tables(mapped.params["jaxpr"]), ()))
@@ -204,7 +214,10 @@ def _trace(
     def run(*leaves: Any) -> list[Any]:
         names = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
         values = dict(zip(names, (*traced.consts, *leaves)))
-        read = lambda x: x.val if isinstance(x, Literal) else values[x]
+
+        def read(x):
+            return x.val if isinstance(x, Literal) else values[x]
+
         results = body(*map(read, mapped.invars))
         # The result of a jaxpr may be a literal.
         return [
@@ -241,7 +254,10 @@ def _without(
         rest = iter(given[:first])
         placed = [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
         outputs = fn(*placed, **dict(zip(by_name, given[first:])), **fixed_by_name)
-        to_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+        def to_array(x):
+            return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
         return jax.tree.map(to_array, outputs)
 
     arrays = [x for i, x in enumerate(args) if i not in fixed]
@@ -258,7 +274,9 @@ class _PerSharding:
         self, fn: Callable, jitted: Callable[[tuple], Any], static: tuple[str, ...]
     ):
         functools.update_wrapper(self, fn)
-        self._fn, self._jitted, self._static = fn, jitted, static
+        self._fn = fn
+        self._jitted = jitted
+        self._static = static
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._of(args, named)(*args, **named)
@@ -297,8 +315,12 @@ def _spmd(
       specs_out: for each result, its spec in a worker; None leaves the choice to XLA.
     """
     shapes = tuple(size for _, size in grid.slots)
-    specs = lambda shared: grid.sharding(shared=shared).spec
-    unstack = lambda x, shared: x if shared else x.reshape(shapes + x.shape[1:])
+
+    def specs(shared):
+        return grid.sharding(shared=shared).spec
+
+    def unstack(x, shared):
+        return x if shared else x.reshape(shapes + x.shape[1:])
 
     def stack(x, shared, spec):
         if shared and not shapes and spec is None:

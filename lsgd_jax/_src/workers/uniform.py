@@ -57,8 +57,8 @@ SILENT = {"axis_index", "pvary"}
 DIVERGE = {"branch": "take different branches", "loop": "take more rounds than others"}
 
 
-class Claim(NamedTuple):
-    """What the place of a leaf says about it.
+class LeafAxes(NamedTuple):
+    """The worker axes over which a leaf may differ, by its place in a tree.
 
     Attributes:
       path: its path.
@@ -70,14 +70,17 @@ class Claim(NamedTuple):
 
 
 def check(
-    jaxpr: Jaxpr, args: Sequence[Claim], outputs: Sequence[Claim], axes: Mapping[str, int]
+    jaxpr: Jaxpr,
+    args: Sequence[LeafAxes],
+    outputs: Sequence[LeafAxes],
+    axes: Mapping[str, int],
 ) -> None:
     """Checks that a function of one worker cannot hang, and that each `Shared` is equal.
 
     Args:
       jaxpr: the function, traced for one worker.
-      args: the `claims` of its arguments.
-      outputs: the `claims` of its results.
+      args: the axes of its arguments, see `leaf_axes`.
+      outputs: the same of its results.
       axes: the names and sizes of the axes of workers, on the mesh and vmapped.
 
     Raises:
@@ -86,18 +89,19 @@ def check(
     """
     names = _larger(axes)
     inputs = list[Axes]()
-    for (path, claim), variable in zip(args, jaxpr.invars):
+    for (path, allowed), variable in zip(args, jaxpr.invars):
         x: Any = variable.aval
         counts = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
         # The module's optimistic rule.
         taken_equal = x.shape == () and (counts or ".hyperparams[" in path)
-        inputs.append(frozenset() if claim == names and taken_equal else claim)
+        inputs.append(frozenset() if allowed == names and taken_equal else allowed)
     results = _Analysis(names).outputs(jaxpr, inputs)
-    for (path, claim), found in zip(outputs, results):
-        if not found <= claim:
+    for (path, allowed), found in zip(outputs, results):
+        wrong = found - allowed
+        if wrong:
             raise ValueError(
                 f"the value in the `Shared` at {path} may differ between workers along "
-                f"{_quoted(found - claim)}: compute it from values that are equal on them "
+                f"{_quoted(wrong)}: compute it from values that are equal on them "
                 "(other `Shared` values, or the result of a collective such as `psum`), or "
                 "return it outside of `Shared`; a program that puts the state of a step "
                 "back on some workers, as loss scaling does, takes `lj.around(step, "
@@ -105,9 +109,9 @@ def check(
             )
 
 
-def claims(tree: Tree, axes: Mapping[str, int]) -> list[Claim]:
-    """Returns the claim of each leaf of a tree; `axes` as for `check`."""
-    return list(_claims(tree, _larger(axes)))
+def leaf_axes(tree: Tree, axes: Mapping[str, int]) -> list[LeafAxes]:
+    """Returns the path and the axes of each leaf of a tree; `axes` as for `check`."""
+    return list(_leaf_axes(tree, _larger(axes)))
 
 
 def _larger(axes: Mapping[str, int]) -> Axes:
@@ -115,8 +119,8 @@ def _larger(axes: Mapping[str, int]) -> Axes:
     return frozenset(name for name, size in axes.items() if size > 1)
 
 
-def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[Claim]:
-    """Yields the claims of leaves that may differ over the axes unless they are shared."""
+def _leaf_axes(tree: Tree, axes: Axes, start: str = "") -> Iterator[LeafAxes]:
+    """Yields the axes of each leaf: all of `axes`, but for those that a `Shared` names."""
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, Shared)
     )
@@ -125,9 +129,9 @@ def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[Claim]:
         if isinstance(node, Shared):
             named = axes if node.axes is None else chain(*map(parts_of, node.axes))
             equal = frozenset(named)
-            yield from _claims(node.value, axes - equal, path + ".value")
+            yield from _leaf_axes(node.value, axes - equal, path + ".value")
         else:
-            yield Claim(path, axes)
+            yield LeafAxes(path, axes)
 
 
 class _Analysis:
@@ -146,7 +150,10 @@ class _Analysis:
             return self._outputs[key]
         known = dict(zip(jaxpr.invars, inputs))
         nowhere: Axes = frozenset()
-        read = lambda x: nowhere if isinstance(x, Literal) else known.get(x, nowhere)
+
+        def read(x):
+            return nowhere if isinstance(x, Literal) else known.get(x, nowhere)
+
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
             rule = self._rules.get(eqn.primitive.name, self._other)
@@ -155,14 +162,15 @@ class _Analysis:
         return self._outputs[key]
 
     def _other(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
-        name, results = _name(eqn), len(eqn.outvars)
+        name = _name(eqn)
+        results = len(eqn.outvars)
         if name == "optimization_barrier":
             return operands
         axes = self._axes & axes_of(eqn)
         together = frozenset().union(*operands)
         if axes and name in UNIFYING and eqn.params.get("axis_index_groups") is None:
-            same = len(operands) == results
-            return [x - axes for x in (operands if same else [together] * results)]
+            each = operands if len(operands) == results else [together] * results
+            return [x - axes for x in each]
         if axes and name in SILENT and operands:
             return [together] * results
         for inner in jaxprs_of(eqn):
@@ -181,8 +189,10 @@ class _Analysis:
         condition, body = (_open(eqn.params[f"{x}_jaxpr"]) for x in ("cond", "body"))
         first = eqn.params["cond_nconsts"]
         second = first + eqn.params["body_nconsts"]
-        (of_condition, of_body) = operands[:first], operands[first:second]
-        carry, before = operands[second:], None
+        of_condition = operands[:first]
+        of_body = operands[first:second]
+        carry = operands[second:]
+        before = None
         predicate: Axes = frozenset()
         while carry != before:
             before = carry
@@ -194,14 +204,22 @@ class _Analysis:
 
     def _scan(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         (body,) = jaxprs_of(eqn)
+
         # Scanned arrays have one axis more outside than inside. Versions of jax differ in
         # the names of the parameters that count them.
-        rank = lambda v: len(getattr(v.aval, "shape", ()))
-        kept = lambda outer, inner: sum(rank(x) == rank(y) for x, y in zip(outer, inner))
+        def rank(v):
+            return len(getattr(v.aval, "shape", ()))
+
+        def kept(outer, inner):
+            return sum(rank(x) == rank(y) for x, y in zip(outer, inner))
+
         second = kept(eqn.invars, body.invars)
         first = second - kept(eqn.outvars, body.outvars)
-        constants, xs = operands[:first], operands[second:]
-        carry, before, after = operands[first:second], None, []
+        constants = operands[:first]
+        xs = operands[second:]
+        carry = operands[first:second]
+        before = None
+        after = []
         while carry != before:
             before = carry
             after = self.outputs(body, constants + carry + xs)
@@ -225,10 +243,13 @@ class _Analysis:
         if jaxpr not in self._connected:
             found: Axes = frozenset()
             for eqn in jaxpr.eqns:
-                if _name(eqn) not in SILENT and (axes := self._axes & axes_of(eqn)):
+                axes = self._axes & axes_of(eqn)
+                if axes and _name(eqn) == "ppermute":
                     # In XLA a permutation starts once every device of the mesh has
                     # arrived, including those of other groups.
-                    found |= self._axes if _name(eqn) == "ppermute" else axes
+                    found |= self._axes
+                elif _name(eqn) not in SILENT:
+                    found |= axes
                 found = found.union(*map(self._connects, jaxprs_of(eqn)))
             self._connected[jaxpr] = found
         return self._connected[jaxpr]

@@ -75,7 +75,10 @@ def _one_after_the_other(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
             axes = [0 if of_worker else None for of_worker in batched]
             results = jax.vmap(once, axes, 0, axis_size=size)(*leaves)
         else:
-            of = lambda i: [x[i] if own else x for x, own in zip(leaves, batched)]
+
+            def of(i):
+                return [x[i] if own else x for x, own in zip(leaves, batched)]
+
             # Under two vmapped axes, each call is itself unrolled over the other axis.
             each = [evaluate(*of(i)) for i in range(size)]
             results = [jnp.stack(values) for values in zip(*each)]

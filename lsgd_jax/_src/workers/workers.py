@@ -125,9 +125,12 @@ class Workers:
                 "`mesh` and `axes` must stand in place of `nodes`, `locals`, `devices` and "
                 "`inside`, which follow from the mesh"
             )
-        self.mesh, self.inside = self._grid.mesh, dict(self._grid.inside)
-        self.nodes, self.locals = self._grid.nodes, self._grid.locals
-        self.num_workers, self.debug = self.nodes * self.locals, debug
+        self.mesh = self._grid.mesh
+        self.inside = dict(self._grid.inside)
+        self.nodes = self._grid.nodes
+        self.locals = self._grid.locals
+        self.num_workers = self.nodes * self.locals
+        self.debug = debug
         self.sizes = {**self._grid.sizes, "node": self.nodes, "local": self.locals}
         self.sharding = self._grid.sharding()
         self.shared_sharding = self._grid.sharding(shared=True)
@@ -147,7 +150,8 @@ class Workers:
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
     def __repr__(self) -> str:
-        per_device, each = self.workers_per_device, math.prod(self.inside.values())
+        per_device = self.workers_per_device
+        each = math.prod(self.inside.values())
         inside = f", inside={self.inside}" if self.inside else ""
         return (
             f"Workers(nodes={self.nodes}, locals={self.locals}{inside}) on "
@@ -390,7 +394,8 @@ def _over_devices(
         available = len(jax.devices() if devices is None else devices)
         locals = max(1, available // (nodes * each))
     check_positive_int("locals", locals)
-    nodes, locals = int(nodes), int(locals)
+    nodes = int(nodes)
+    locals = int(locals)
     chosen = device_grid(nodes, locals, devices, tuple(inside.values()))
     if devices is None:
         check_no_process_is_idle(chosen, jax.process_count())
@@ -403,7 +408,8 @@ def _over_devices(
 def _on_mesh(mesh: Any, axes: Any) -> tuple[Grid, np.ndarray]:
     """Returns the grid of workers along some axes of a mesh, and its devices."""
     names = check_mesh(mesh, axes)
-    nodes, locals = mesh.shape[names[0]], mesh.shape[names[1]] if names[1:] else 1
+    nodes = mesh.shape[names[0]]
+    locals = mesh.shape[names[1]] if names[1:] else 1
     inside = {name: n for name, n in mesh.shape.items() if name not in names}
     order = [mesh.axis_names.index(name) for name in (*names, *inside)]
     called = dict(zip(WORKER_AXES, names))

@@ -202,5 +202,5 @@ def test_the_walk_is_linear_in_the_program(workers):
 
     x, axes = jnp.ones(3), {"node": 2}
     traced = jax.make_jaxpr(deep)(x)
-    claims = uniform.claims((x,), axes)
-    uniform.check(traced.jaxpr, claims, claims, axes)
+    leaf_axes = uniform.leaf_axes((x,), axes)
+    uniform.check(traced.jaxpr, leaf_axes, leaf_axes, axes)

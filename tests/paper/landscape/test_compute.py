@@ -17,7 +17,7 @@ from landscapes import QUICK, SMALL, but, contents, draw
 from toys import slow
 
 from paper.landscape import loss, trajectory
-from paper.landscape.cli import Options
+from paper.landscape.cli import LandscapeOptions
 from paper.landscape.compute import compute_landscape, pulls_of
 from paper.landscape.points import Points
 from train.config import WorkersConfig, methods
@@ -174,7 +174,9 @@ def test_methods_without_leaders(method, count, through, marks):
         _began=grid,
     )
     lines = []
-    options = Options(pathlib.Path("nowhere"), **QUICK, path_steps=9 if count > 1 else 0)
+    options = LandscapeOptions(
+        pathlib.Path("nowhere"), **QUICK, path_steps=9 if count > 1 else 0
+    )
     result = compute_landscape(case, options, lines.append)
     assert not any("warning" in line for line in lines)
     assert f"the plane through {through}" in result.title

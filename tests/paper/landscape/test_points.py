@@ -12,7 +12,7 @@ from landscapes import QUICK, but
 
 import lsgd_jax as lj
 from paper.landscape import plots
-from paper.landscape.cli import Options
+from paper.landscape.cli import LandscapeOptions
 from paper.landscape.compute import compute_landscape
 from paper.landscape.points import Points, leaders_of
 
@@ -55,7 +55,7 @@ def test_workers_with_nonfinite_parameters_are_not_chosen(saved):
     ill = but(saved, state=sick)
     with pytest.raises(ValueError, match=f"`worker` must have finite .* got {worker=}"):
         Points(ill, worker)
-    options = Options(saved.folder, **QUICK, path_steps=0)
+    options = LandscapeOptions(saved.folder, **QUICK, path_steps=0)
     result = compute_landscape(ill, options, lambda line: None)
     assert result.worker != worker and np.isnan(result.positions[worker]).all()
     assert np.isfinite(result.maps[0].loss).all()

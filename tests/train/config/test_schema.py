@@ -143,7 +143,7 @@ NOTES = [(name, note) for name, x in configuration.SETTINGS.items() for note in 
 
 
 @pytest.mark.parametrize(
-    "name, rule", [pair for pair in NOTES if isinstance(pair[1], configuration.Rule)]
+    "name, rule", [pair for pair in NOTES if isinstance(pair[1], configuration.Condition)]
 )
 def test_every_rule_is_checked(name, rule):
     own = (note for other, note in NOTES if other == name)

@@ -10,7 +10,7 @@ import pathlib
 import pytest
 from published import numbers, table
 
-from train.planning.bandwidth import Model, Schedule, needed, points, utilization
+from train.planning.bandwidth import Model, SendSchedule, needed, points, utilization
 
 
 PUBLISHED = pathlib.Path(__file__).parent / "published_bandwidths.csv"
@@ -20,7 +20,9 @@ SHARES = "0.5", "0.8", "0.9", "0.95", "0.99"
 
 def ours(row, share):
     model = Model(1e9 * float(row["parameters"]), int(row["layers"]), float(row["step"]))
-    schedule = Schedule(*(int(row[x]) for x in ("period", "fragments", "delay", "bits")))
+    schedule = SendSchedule(
+        *(int(row[x]) for x in ("period", "fragments", "delay", "bits"))
+    )
     return needed(model, schedule, float(share))
 
 
@@ -56,5 +58,5 @@ def test_the_page_prints_both(cells):
 def test_all_but_the_first_layer_hide_behind_the_backward_pass():
     """A pass takes 1 s and a transfer too. The first layer's is waited for."""
     model = Model(1e9 / 8, layers=2, step=5.0)
-    assert utilization(model, Schedule(period=1), gbit=1.0) == pytest.approx(5 / 6)
-    assert utilization(model, Schedule(period=1, delay=1), gbit=1.0) == 1.0
+    assert utilization(model, SendSchedule(period=1), gbit=1.0) == pytest.approx(5 / 6)
+    assert utilization(model, SendSchedule(period=1, delay=1), gbit=1.0) == 1.0

@@ -5,18 +5,18 @@ import math
 import pytest
 
 import lsgd_jax as lj
-from train.planning.candidates import Method
+from train.planning.candidates import MethodVariant
 from train.planning.engine import (
     LEAVES,
     SIZE,
     TRAINING,
-    Exchange,
     LockStep,
+    TimedExchange,
     free_running,
     lock_step,
 )
 from train.planning.links import Link
-from train.planning.setting import ALL, Setting
+from train.planning.scenario import ALL, Scenario
 from train.planning.unequal import Unequal
 
 
@@ -27,21 +27,21 @@ SLOW, LOST = Unequal(slow={0: 2.0}), Unequal(drop={1: 5.0})
 @pytest.mark.parametrize(
     "exchanges, grid, unequal, step, waiting",
     [
-        ([Exchange(0.4, 8, 0, EVERY)], (4, 1), Unequal(), 0.15, 1 / 3),
+        ([TimedExchange(0.4, 8, 0, EVERY)], (4, 1), Unequal(), 0.15, 1 / 3),
         # A step of the slow worker, and 0.4 s for eight of them: the others wait for both.
-        ([Exchange(0.4, 8, 0, EVERY)], (4, 1), SLOW, 0.25, (3 * 0.6 + 0.2) / 4),
+        ([TimedExchange(0.4, 8, 0, EVERY)], (4, 1), SLOW, 0.25, (3 * 0.6 + 0.2) / 4),
         # A delay hides the 50 ms of an exchange behind the slow worker's next step.
-        ([Exchange(0.05, 8, 1, EVERY)], (4, 1), SLOW, 0.2, None),
+        ([TimedExchange(0.05, 8, 1, EVERY)], (4, 1), SLOW, 0.2, None),
         # LSGD exchanges every 8 steps inside a node, and every 32 among all.
         (
-            [Exchange(0.4, 8, 0, NODE), Exchange(1, 32, 0, EVERY)],
+            [TimedExchange(0.4, 8, 0, NODE), TimedExchange(1, 32, 0, EVERY)],
             (2, 2),
             SLOW,
             9 / 32,
             None,
         ),
         # Without the lost worker a ring of three sends 4/3 and not 3/2 of the vector.
-        ([Exchange(0.4, 8, 0, EVERY)], (4, 1), LOST, 4 / 3 * (0.1 + 0.4 / 9), None),
+        ([TimedExchange(0.4, 8, 0, EVERY)], (4, 1), LOST, 4 / 3 * (0.1 + 0.4 / 9), None),
     ],
 )
 def test_lock_step(exchanges, grid, unequal, step, waiting):
@@ -54,13 +54,13 @@ def test_lock_step(exchanges, grid, unequal, step, waiting):
 def test_a_worker_that_fails_in_an_exchange_and_comes_back_to_it(seconds, join):
     """The others wait for it, at most for the timeout, and then all have their old pace."""
     unequal = Unequal(drop={3: 3.0}, join={3: join}, timeout=5.0)
-    found = lock_step([Exchange(seconds, 1, 0, EVERY)], (4, 1), 0.25, unequal)
+    found = lock_step([TimedExchange(seconds, 1, 0, EVERY)], (4, 1), 0.25, unequal)
     assert found.step == pytest.approx(0.25 + seconds)
     assert found.extra > 1 and found.pause > seconds + 1
 
 
 def test_a_worker_that_is_never_there_and_all_that_are_lost():
-    exchanges = [Exchange(0.4, 8, 0, EVERY)]
+    exchanges = [TimedExchange(0.4, 8, 0, EVERY)]
     found = lock_step(exchanges, (4, 1), 0.1, Unequal(drop={3: 0.0}))
     assert found.step == pytest.approx(4 / 3 * (0.1 + 0.4 / 9))
     with pytest.raises(ValueError, match="`drop` must leave a worker that goes on"):
@@ -69,11 +69,11 @@ def test_a_worker_that_is_never_there_and_all_that_are_lost():
 
 def test_a_candidate_whose_workers_differ():
     links = {ALL: Link.of(120, 2.5, 4)}
-    setting = Setting(1e6, links, step=0.1, steps=1000, unequal=SLOW)
-    found = setting.candidate(Method("local-sgd"), (8,))
+    scenario = Scenario(1e6, links, step=0.1, steps=1000, unequal=SLOW)
+    found = scenario.candidate(MethodVariant("local-sgd"), (8,))
     # 400 ms of bytes and 4 latencies of 2.5 ms, every 8 steps of 200 ms.
     assert found.seconds == pytest.approx(1000 * (0.2 + 0.41 / 8))
-    base = setting.candidate(Method("allreduce"), (1,))
+    base = scenario.candidate(MethodVariant("allreduce"), (1,))
     assert base.seconds == pytest.approx(1000 * (0.2 + 0.41 - 0.1 * 2 / 3))
 
 
@@ -82,7 +82,7 @@ def test_the_world_of_halos_is_as_fast_as_in_its_own_simulator():
     world = lj.asynchronous.WORLDS["halos"]
     found = lj.asynchronous.simulator.run(
         TRAINING,
-        LockStep((Exchange(0.0, 32, 0, EVERY),)),
+        LockStep((TimedExchange(0.0, 32, 0, EVERY),)),
         world.nodes,
         world.locals,
         32,

@@ -13,7 +13,7 @@ import simulated_engine
 import tiny
 
 import train as trainer
-from lsgd_jax.asynchronous import Report, Status
+from lsgd_jax.asynchronous import Status, WorkerReport
 from train.__main__ import main
 from train.config import WorkersConfig, methods
 from train.metrics import log
@@ -229,7 +229,7 @@ def test_a_worker_that_takes_no_steps_is_named_once(opened, monkeypatch, capsys)
 
     def told(seconds, *steps):
         now[0] = seconds
-        reports = {i: Report(n, 1.0 if n else None) for i, n in enumerate(steps)}
+        reports = {i: WorkerReport(n, 1.0 if n else None) for i, n in enumerate(steps)}
         follower(Status([0, 1, 2, 3], [], sum(steps), 0, reports), remote)
         return [x for x in capsys.readouterr().out.splitlines() if "no step" in x]
 
@@ -258,7 +258,7 @@ def test_a_stop_after_the_loss_of_all_workers_saves_the_steps_that_are_left(
     first = run.experiment.apart(run.state)
     follower = asynchronous.Follower(run, run.experiment)
     status = lambda n: Status(
-        [0, 1, 2, 3], [], 4 * n, 0, dict.fromkeys(range(4), Report(n, 1.0))
+        [0, 1, 2, 3], [], 4 * n, 0, dict.fromkeys(range(4), WorkerReport(n, 1.0))
     )
     states = lambda n: [state | {"count": n} for state in first]
     known = states if answers else lambda n: [None] * 4

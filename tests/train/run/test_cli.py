@@ -14,11 +14,11 @@ import tiny
 from trainers import FOR_EVER, TINY, Trainers, checkpoints, reported
 
 import lsgd_jax as lj
-from train import compare
+from train import compare, compile, plan, simulate
 from train.__main__ import main
 from train.config import experiments, methods, settings
 from train.config.methods import METHODS
-from train.config.schema import fields
+from train.config.schema import SETTINGS, fields
 from train.run import cli
 from train.run.result import NONFINITE, Result
 
@@ -251,8 +251,25 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     config = cli.parse(["text", "--config=~/some.json", "--run-dir=~/x"])
     assert config.data.files == (f"{tmp_path}/a", "~b/~")
     assert (config.runs, config.run_dir) == (f"{tmp_path}/runs", f"{tmp_path}/x")
-    options = cli.run(compare.Options, ["text", "--out=~/out"], "compare")
+    options = cli.run(compare.CompareOptions, ["text", "--out=~/out"], "compare")
     assert options.out == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        compare.CompareOptions,
+        compile.CompileOptions,
+        plan.PlanOptions,
+        simulate.SimulateOptions,
+    ],
+)
+def test_no_option_of_a_command_is_one_of_the_trainer(options):
+    """The options of `python -m train` may follow, and the command would take them."""
+    fields = [vars(cls).get("__annotations__", {}) for cls in options.__mro__]
+    own = [name for names in fields for name in names]
+    assert len(own) == len({*own}), "a base class has an option of the same name"
+    assert {*own} & {*SETTINGS, "method", "config"} == {"experiment"}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ class Collectives:
     """
 
     def __init__(self, transport: Any):
-        self._transport, self._mailbox = transport, transport.mailbox
+        self._transport = transport
+        self._mailbox = transport.mailbox
         self._me = transport.position.index
 
     async def all_gather(
@@ -101,7 +102,8 @@ class Collectives:
         """
 
         async def collect(here: Hashable, came: Mapping[int, bool]) -> np.ndarray:
-            me, givers = self._me, [i for i, gave in came.items() if gave]
+            me = self._me
+            givers = [i for i, gave in came.items() if gave]
             bounds = np.linspace(0, len(vector), len(came) + 1).astype(int)
             mine = slice(*bounds[list(came).index(me) :][:2])
             parts = await self._from_peers({i: here for i in givers if i != me}, mine)
@@ -130,7 +132,9 @@ class Collectives:
           value: this worker's value in the first round.
           collect: (key, {member: value}) -> result, the same for all members.
         """
-        me, transport, members = self._me, self._transport, list(group)
+        me = self._me
+        transport = self._transport
+        members = list(group)
         for attempt in range(ATTEMPTS):
             here = (key, attempt)
             self._mailbox.post(here, content)
@@ -155,7 +159,9 @@ class Collectives:
         self, keys: Mapping[int, Hashable], part: slice = slice(None)
     ) -> dict[int, Any]:
         """Returns the contents that peers have posted under some keys."""
-        me, transport, arrived = self._me, self._transport, {}
+        me = self._me
+        transport = self._transport
+        arrived = {}
         # Each worker begins with another peer, so that no link is crowded.
         order = sorted(keys, key=lambda i: (i < me, i))
         pending = {i: transport.ask(i, "fetch", keys[i], part) for i in order}

@@ -53,7 +53,10 @@ def combined(fn: Callable[..., Any], *trees: Tree) -> Tree:
     >>> combined(operator.sub, {"a": np.float32([2, 3])}, {"a": np.float32([1, 1])})
     {'a': array([1., 2.], dtype=float32)}
     """
-    wide = lambda x: np.asarray(x, np.promote_types(x.dtype, np.float32))
+
+    def wide(x):
+        return np.asarray(x, np.promote_types(x.dtype, np.float32))
+
     with np.errstate(invalid="ignore", over="ignore"):
         return jax.tree.map(lambda *x: np.asarray(fn(*map(wide, x))), *trees)
 
@@ -133,14 +136,15 @@ def check_wire(wire: Wire | WireFormat) -> None:
         )
 
 
-def pack(tree: Tree, wire: Wire, turn: int = 0, index: int = 0) -> Any:
+def pack(tree: Tree, wire: Wire, number: int = 0, index: int = 0) -> Any:
     """Returns a tree as it travels; one that is not finite as it is, so that it is seen.
 
     Args:
       tree: of arrays in the host's memory.
       wire: the format.
-      turn: decides the draws of stochastic rounding. A worker that sends a tree again and
-        again must draw anew each time; otherwise some trees would never move.
+      number: of the message, which decides the draws of stochastic rounding. A worker that
+        sends a tree again and again must draw anew each time; otherwise some trees would
+        never move.
       index: of the worker, whose draws are its own.
 
     >>> vector = np.linspace(-1, 1, 512, dtype=np.float32)
@@ -152,7 +156,7 @@ def pack(tree: Tree, wire: Wire, turn: int = 0, index: int = 0) -> Any:
     """
     if wire.format == "float32" or not finite(tree):
         return tree
-    message = _encode(wire, tree, np.int32(turn), np.int32(index))
+    message = _encode(wire, tree, np.int32(number), np.int32(index))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     return Packed(jax.tree.map(np.asarray, message), like, wire)
 
@@ -174,8 +178,8 @@ def nbytes(content: Any) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _encode(wire: Wire, tree: Tree, turn: Any, index: Any) -> Any:
-    key = None if wire.rounding == "nearest" else draws(wire.seed, turn, index)
+def _encode(wire: Wire, tree: Tree, number: Any, index: Any) -> Any:
+    key = None if wire.rounding == "nearest" else draws(wire.seed, number, index)
     with on_one_device():
         return Codec(tree, wire).encode(tree, key)
 

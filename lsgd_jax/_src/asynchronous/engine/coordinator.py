@@ -15,7 +15,7 @@ KEPT = 256  # rounds that are remembered for late workers,
 KEPT_EACH = 8  # or this many per worker, since each of many groups has its own
 
 
-class Claim(NamedTuple):
+class NextAction(NamedTuple):
     """A worker's next action.
 
     Attributes:
@@ -28,7 +28,7 @@ class Claim(NamedTuple):
 
 
 @dataclasses.dataclass
-class Report:
+class WorkerReport:
     """The progress of one worker.
 
     Attributes:
@@ -70,7 +70,7 @@ class Status(NamedTuple):
     finished: list[int]
     taken: int
     number: int
-    reports: dict[int, Report]
+    reports: dict[int, WorkerReport]
 
     def leader(self, among: Iterable[int]) -> int | None:
         """Returns the present worker with the lowest finite score among some, or None.
@@ -133,7 +133,7 @@ class Coordinator:
     >>> [coordinator.claim(0, step).go for step in (1, 1, 2, 3)]
     ['step', 'step', 'step', 'join']
     >>> coordinator.claim(1, step=1)
-    Claim(go='join', number=0)
+    NextAction(go='join', number=0)
     """
 
     def __init__(
@@ -145,13 +145,18 @@ class Coordinator:
         start: float | None = None,
     ):
         # Statuses share these lists: a change makes a new one.
-        self.present, self.finished = list(range(workers)), list[int]()
+        self.present = list(range(workers))
+        self.finished = list[int]()
         self._granted = [0] * workers  # the highest step number of each so far
         self._entered = set[int]()  # workers whose earlier steps are counted
-        self._reports = {i: Report() for i in range(workers)}
-        self.taken, self.number, self.begun = 0, 0, False
-        self._all, self._period = workers * steps, period
-        self._timeout, self._start = timeout, timeout if start is None else start
+        self._reports = {i: WorkerReport() for i in range(workers)}
+        self.taken = 0
+        self.number = 0
+        self.begun = False
+        self._all = workers * steps
+        self._period = period
+        self._timeout = timeout
+        self._start = timeout if start is None else start
         self._limit: int | None = None
         self._rounds: OrderedDict[Hashable, Round] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
@@ -201,14 +206,14 @@ class Coordinator:
 
     def lost(self, i: int) -> None:
         """Notes that the process of worker i has failed, and with it its progress."""
-        self._reports[i] = Report()
+        self._reports[i] = WorkerReport()
         self.leave(i)
 
     def missed(self, i: int, peer: int) -> None:
         """Notes that worker i has waited in vain for a peer, which is absent then."""
         self.leave(peer)
 
-    def finish(self, i: int, report: Report | None = None) -> None:
+    def finish(self, i: int, report: WorkerReport | None = None) -> None:
         """Notes that worker i has taken its last step; others may still take over from it.
 
         report: its last one.
@@ -217,20 +222,21 @@ class Coordinator:
         self._reports[i] = report or self._reports[i]
         self.leave(i)
 
-    def claim(self, i: int, step: int) -> Claim:
+    def claim(self, i: int, step: int) -> NextAction:
         """Grants worker i its step, or sends it to a round or to the end."""
         self._appear(i)
-        if (more := step - self._granted[i]) <= 0:
-            return Claim("step", self.number)
+        more = step - self._granted[i]
+        if more <= 0:
+            return NextAction("step", self.number)
         if self._period is not None:
             limit = self._limit = self._limit or self._next_limit()
             if self.taken + more > limit:
-                return Claim("join", self.number)
+                return NextAction("join", self.number)
         if self.taken + more > self._all:
-            return Claim("stop", self.number)
+            return NextAction("stop", self.number)
         self.taken += more
         self._granted[i] = step
-        return Claim("step", self.number)
+        return NextAction("step", self.number)
 
     def _next_limit(self) -> int:
         """Returns the steps of all workers up to the next round."""
@@ -246,7 +252,8 @@ class Coordinator:
         It closes at the latest when its first worker has waited for the timeout. Returns
         None if it is forgotten.
         """
-        loop, is_new = asyncio.get_running_loop(), key not in self._rounds
+        loop = asyncio.get_running_loop()
+        is_new = key not in self._rounds
         try:
             values = self.arrive(key, i, value, members)
         except KeyError:
@@ -273,7 +280,8 @@ class Coordinator:
         self._appear(i)
         if key in self._forgotten:
             raise KeyError(key)
-        if (held := self._rounds.get(key)) is None:
+        held = self._rounds.get(key)
+        if held is None:
             named = set(members)
             held = self._rounds[key] = Round(named, named.intersection(self.present))
             self._forget()
@@ -314,7 +322,7 @@ class Coordinator:
 
     # Reports
 
-    def report(self, i: int, report: Report) -> Status:
+    def report(self, i: int, report: WorkerReport) -> Status:
         """Notes the progress of worker i; returns the status of all."""
         self._appear(i)
         self._reports[i] = report

@@ -56,7 +56,10 @@ def island(training: Training, mesh: Mesh, specs: Specs = None) -> Training:
         if sharding is None:  # a mesh of one device
             return params, opt_state, own
         whole = NamedSharding(mesh, Spec())
-        replicated = lambda x: jax.device_put(x, whole) if isinstance(x, jax.Array) else x
+
+        def replicated(x):
+            return jax.device_put(x, whole) if isinstance(x, jax.Array) else x
+
         return params, sharding.put(opt_state), jax.tree.map(replicated, own)
 
     def step(params, opt_state, own, t):

@@ -42,7 +42,8 @@ class Mailbox:
     """
 
     def __init__(self, wire: Wire | WireFormat = "float32", index: int = 0):
-        self.wire, self._index = Wire.of(wire), index
+        self.wire = Wire.of(wire)
+        self._index = index
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._kept = KEPT
@@ -56,7 +57,7 @@ class Mailbox:
         self._reference: Tree = None
         self._moved: Tree = None
         self._closed = False
-        self._turn = 0  # number of trees packed
+        self._packed = 0  # number of trees so far
         self.bytes_sent = 0
         self.state: Callable[[], Any] = lambda: None
 
@@ -73,14 +74,16 @@ class Mailbox:
           reference: is subtracted from contributions to means. Defaults to 0.
         """
         with self._lock:
-            self._params, self._shown, self._measure = params, None, measure
+            self._params = params
+            self._shown = None
+            self._measure = measure
             self._reference = reference
             self._tell(None)
 
     def packed(self, tree: Tree) -> Any:
         """Returns a tree as it travels. Stochastic rounding draws anew each time."""
-        self._turn += 1
-        return pack(tree, self.wire, self._turn, self._index)
+        self._packed += 1
+        return pack(tree, self.wire, self._packed, self._index)
 
     def encoded(self, tree: Tree, error: Tree = None) -> tuple[Any, Tree, Tree]:
         """Returns a tree as it travels, the tree that arrives, and the quantization error.
@@ -132,7 +135,8 @@ class Mailbox:
         last: whether later exchanges move neither worker.
         """
         with self._lock:
-            self._closed, moved = self._closed or last, self._moved
+            self._closed = self._closed or last
+            moved = self._moved
             if moved is not None:
                 self._shown = self._current()  # peers see it moved until the next `show`
             self._moved = None
@@ -153,7 +157,10 @@ class Mailbox:
                 if self._reference is not None:
                     exact = combined(operator.sub, exact, self._reference)
                 packed, arrives, error = self.encoded(exact)
-                snapshot = lambda tree: Snapshot(tree, self._measure)
+
+                def snapshot(tree):
+                    return Snapshot(tree, self._measure)
+
                 self._contributed[number] = snapshot(packed), snapshot(arrives), error
                 while len(self._contributed) > CONTRIBUTED:
                     self._contributed.popitem(last=False)
@@ -174,7 +181,8 @@ class Mailbox:
         """
         given = unpack(theirs)
         with self._lock:
-            if (snapshot := self._snapshot()) is None:
+            snapshot = self._snapshot()
+            if snapshot is None:
                 return None
             sent = theirs if self._closed else snapshot.params
             half = half_way(unpack(sent), given)
@@ -186,7 +194,8 @@ class Mailbox:
     def fetch(self, key: Hashable, part: slice = slice(None)) -> Any:
         """Returns the content posted under a key, or a part of a vector; `GONE` if gone."""
         with self._lock:
-            if (content := self._posted.get(key)) is None:
+            content = self._posted.get(key)
+            if content is None:
                 return GONE if key in self._forgotten else None
             if callable(content):
                 content = self._posted[key] = content()
@@ -208,8 +217,11 @@ class Mailbox:
 
         For engines that serve requests in threads.
         """
+
         # In a list, because an answer may itself be false.
-        answered = lambda: [answer for answer in [ask()] if answer is not None]
+        def answered():
+            return [answer for answer in [ask()] if answer is not None]
+
         with self._lock:
             found = self._lock.wait_for(answered, timeout)
         return found[0] if found else None

@@ -34,7 +34,8 @@ class Sharding:
     """
 
     def __init__(self, mesh: Mesh, params: Tree, specs: Iterable[Spec]):
-        self.mesh, self._layouts = mesh, Layouts((params,), specs)
+        self.mesh = mesh
+        self._layouts = Layouts((params,), specs)
 
     def of(self, tree: Tree) -> Tree:
         """Returns the sharding of every leaf."""
@@ -91,7 +92,8 @@ def sharding_of(params: Tree) -> Sharding | None:
     """
     leaves, treedef = jax.tree.flatten(params)
     arrays = [x for x in leaves if isinstance(x, Array)]
-    if not (spread_out := [x for x in arrays if len(x.sharding.device_set) > 1]):
+    spread_out = [x for x in arrays if len(x.sharding.device_set) > 1]
+    if not spread_out:
         return None
     meshes = {getattr(x.sharding, "mesh", None) for x in spread_out}
     mesh = meshes.pop()
@@ -101,7 +103,10 @@ def sharding_of(params: Tree) -> Sharding | None:
             f"{', '.join(sorted({str(x.sharding) for x in spread_out}))}"
         )
     check_mesh(mesh)
-    is_on = lambda x: isinstance(x, Array) and getattr(x.sharding, "mesh", None) == mesh
+
+    def is_on(x):
+        return isinstance(x, Array) and getattr(x.sharding, "mesh", None) == mesh
+
     specs = tuple(x.sharding.spec if is_on(x) else Spec() for x in leaves)
     return _sharding(mesh, treedef, tuple(tuple(jnp.shape(x)) for x in leaves), specs)
 

@@ -17,7 +17,7 @@ from lsgd_jax._src.asynchronous.engine.contents import (
     finite,
     on_host,
 )
-from lsgd_jax._src.asynchronous.engine.coordinator import Claim, Report, Status
+from lsgd_jax._src.asynchronous.engine.coordinator import NextAction, Status, WorkerReport
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import sharding_of
 from lsgd_jax._src.asynchronous.engine.transport import Transport
@@ -105,17 +105,24 @@ class Worker:
         steps: int,
         restore: Callable[[], Any] = lambda: None,
     ):
-        self.training, self.transport, self.restore = training, transport, restore
+        self.training = training
+        self.transport = transport
+        self.restore = restore
         self.index = transport.position.index
         self.params, self.opt_state, self.own = training.init(self.index)
-        self.x, self.count, self.loss = self.params, 0, np.nan
-        self.resumed, self._has_stepped, self._kept = False, False, None
+        self.x = self.params
+        self.count = 0
+        self.loss = np.nan
+        self.resumed = False
+        self._has_stepped = False
+        self._kept = None
         self.sharding = sharding_of(self.params)
         self._losses: deque[float] = deque(maxlen=method.window)
-        self.report, self.number = Report(), 0
+        self.report = WorkerReport()
+        self.number = 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
-        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
+        self._asked: tuple[int, asyncio.Task[NextAction]] | None = None
         self.is_finite: Any = True
         self.measure: Callable[[], float] = lambda: 0.0
         self.reference: Callable[[], Tree] = lambda: None
@@ -140,7 +147,10 @@ class Worker:
         """Shows the present parameters to peers."""
         # The tree of this step: the worker may have moved on when a peer asks for it.
         params = self.params
-        shown = lambda: on_host(params)
+
+        def shown():
+            return on_host(params)
+
         self.transport.mailbox.show(shown, self.measure(), self.reference())
 
     async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:
@@ -153,7 +163,8 @@ class Worker:
         """
         while True:
             step = self.count + 1
-            asked, self._asked = self._asked, None
+            asked = self._asked
+            self._asked = None
             if asked is None or asked[0] != step:  # it has taken over another count
                 asked = step, self.transport.tell("claim", step)
             claim = await self.wait(asked[1])
@@ -169,8 +180,10 @@ class Worker:
         """Takes one local step and measures its speed."""
         begun = self.transport.now()
         await self.transport.step(self.compute)
-        if (seconds := self.transport.now() - begun) > 0:
-            speed, known = 1 / seconds, self.report.speed
+        seconds = self.transport.now() - begun
+        if seconds > 0:
+            speed = 1 / seconds
+            known = self.report.speed
             compiled = self.count > 2  # the first steps include compilation
             self.report.speed = known + 0.1 * (speed - known) if compiled else speed
 
@@ -182,7 +195,9 @@ class Worker:
         )
         self.x = self.params
         self.params = self.method.step(self.x, u, loss, t)
-        self.count, self.loss, self._has_stepped = t, float(loss), True
+        self.count = t
+        self.loss = float(loss)
+        self._has_stepped = True
         self._losses.append(self.loss)
 
     async def wait(self, call: asyncio.Task) -> Any:
@@ -215,7 +230,8 @@ class Worker:
         if self._told is not None:
             if not self._told.done():
                 return False
-            told, self._told = self._told, None
+            told = self._told
+            self._told = None
             try:
                 self.status = await told
             except UnreachableError:
@@ -254,7 +270,8 @@ class Worker:
 
         own: whether to include the part that only this worker itself can resume from.
         """
-        if (kept := self._kept) is None:
+        kept = self._kept
+        if kept is None:
             return None
         return {k: jax.tree.map(_to_host, x) for k, x in kept.items() if own or k != "own"}
 
@@ -263,8 +280,10 @@ class Worker:
         self.params = self.x = jax.tree.map(_to_device, self.params, state["params"])
         self.opt_state = jax.tree.map(_to_device, self.opt_state, state["opt_state"])
         if "own" in state:
-            self.own, self.resumed = jax.tree.map(_to_device, self.own, state["own"]), True
-        self.count, self.number = int(state["count"]), int(state["number"])
+            self.own = jax.tree.map(_to_device, self.own, state["own"])
+            self.resumed = True
+        self.count = int(state["count"])
+        self.number = int(state["number"])
         self.method.take_over(state["method"])
 
     async def enter(self) -> None:
@@ -276,7 +295,8 @@ class Worker:
             start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.transport.position.workers))
             starts = await self.transport.round("begin", start, everyone)
-            if (different := len(set(starts.values()) - {None})) > 1:
+            different = len(set(starts.values()) - {None})
+            if different > 1:
                 raise ValueError(
                     "all workers must start from the same parameters, got "
                     f"{different} different ones"
@@ -326,7 +346,8 @@ async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker:
       RuntimeError: the worker was left behind several times without taking a new step.
     """
     await worker.enter()
-    best, stale = worker.count, 0
+    best = worker.count
+    stale = 0
     while True:
         try:
             if not await worker.method.before_step():
@@ -343,7 +364,8 @@ async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker:
             await worker.enter()
             continue
         if worker.count > best:
-            best, stale = worker.count, 0
+            best = worker.count
+            stale = 0
         worker.keep()
         await worker.tell()
         observe(worker)

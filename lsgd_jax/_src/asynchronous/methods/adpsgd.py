@@ -73,14 +73,18 @@ class ADPSGDWorker(Driver):
 
     def _follow(self, moved: Tree) -> None:
         """Moves as peers have moved the parameters, unless these have been replaced."""
-        was_replaced, self._was_replaced = self._was_replaced, False
+        was_replaced = self._was_replaced
+        self._was_replaced = False
         if moved is not None and not was_replaced:
             self.shift(moved)
 
     def ask(self) -> None:
         """Asks a random peer; a passive worker does so only if it is not finite."""
         asks = self._is_active or not self.is_finite
-        if self.in_flight or not asks or (peer := self.peers.choose()) is None:
+        if self.in_flight or not asks:
+            return
+        peer = self.peers.choose()
+        if peer is None:
             return
         if not self.is_finite:
             self.ask_snapshot(peer)

@@ -23,7 +23,7 @@ from lsgd_jax._src.exchange import parts
 from lsgd_jax._src.trees import Tree, zeros
 
 
-class Outer(NamedTuple):
+class FragmentState(NamedTuple):
     """The outer state of a fragment, in the host's memory.
 
     Attributes:
@@ -45,7 +45,7 @@ class AnchorWorker(Driver):
 
     Attributes:
       turn: the last turn that the worker knows; 0 is the start.
-      outers: the `Outer` of each fragment.
+      outers: the `FragmentState` of each fragment.
     """
 
     behind = 2  # turns whose outer states it keeps; the older serve if a holder fails
@@ -58,11 +58,13 @@ class AnchorWorker(Driver):
         peers: Iterable[int] = (),
     ):
         super().__init__(worker, peers)
-        self.fragments, self._optimizer = fragments, optimizer
-        self.turn, host = 0, worker.on_host()
+        self.fragments = fragments
+        self._optimizer = optimizer
+        self.turn = 0
+        host = worker.on_host()
         start = [combined(lambda x: x, parts.select(part, host)) for part in fragments]
         states = [jax.tree.map(np.asarray, optimizer.init(anchor)) for anchor in start]
-        self.outers = list(map(Outer, start, states))
+        self.outers = list(map(FragmentState, start, states))
         # Quantization errors of the outer states that this worker gave to others. They are
         # added to the next ones, so that no pseudo-gradient is lost.
         self._errors: list[Tree] = [None] * len(fragments)
@@ -86,18 +88,18 @@ class AnchorWorker(Driver):
         """Notes the last turn that the worker knows."""
         self.turn = self.worker.report.rounds = turn
 
-    def take(self, p: int, outer: Outer) -> None:
+    def take(self, p: int, outer: FragmentState) -> None:
         """Continues from an outer state of fragment p."""
         self.outers[p] = outer
         self.has_diverged |= not finite(outer)
 
-    def moved(self, outer: Outer, delta: Tree, turn: int) -> Outer:
+    def moved(self, outer: FragmentState, delta: Tree, turn: int) -> FragmentState:
         """Returns the outer state after a pseudo-gradient."""
         with on_cpu(self.worker.sharding):
             after = _moved(self._optimizer, outer, delta, np.int32(turn))
         return jax.tree.map(np.asarray, after)
 
-    def give(self, p: int, outer: Outer, turn: int) -> Outer:
+    def give(self, p: int, outer: FragmentState, turn: int) -> FragmentState:
         """Leaves fragment p's outer state for others; returns it as it arrives there."""
         mailbox = self.transport.mailbox
         message, arrives, self._errors[p] = mailbox.encoded(outer, self._errors[p])
@@ -111,7 +113,7 @@ class AnchorWorker(Driver):
         if len(self._posted) > self.behind:
             self.transport.mailbox.drop(("anchor", self._posted.popleft()))
 
-    async def fetch(self, holder: int, turn: int) -> Outer | None:
+    async def fetch(self, holder: int, turn: int) -> FragmentState | None:
         """Returns the outer state of a turn; None if its holder has failed."""
         return await or_none(self.transport.ask(holder, "fetch", ("anchor", turn)))
 
@@ -133,10 +135,13 @@ async def or_none(request: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _moved(
-    optimizer: optax.GradientTransformationExtraArgs, outer: Outer, delta: Tree, turn: Any
-) -> Outer:
+    optimizer: optax.GradientTransformationExtraArgs,
+    outer: FragmentState,
+    delta: Tree,
+    turn: Any,
+) -> FragmentState:
     step, state = optimizer.update(delta, outer.state, outer.anchor, turn=turn)
-    return Outer(optax.apply_updates(outer.anchor, step), state)
+    return FragmentState(optax.apply_updates(outer.anchor, step), state)
 
 
 class DelayedNesterovState(NamedTuple):
@@ -179,10 +184,18 @@ def delayed_nesterov(
         del params
         renews = extra["turn"] % every == 0
         total = jax.tree.map(jnp.add, state.total, updates)
-        renewed = lambda m, s: jnp.where(renews, momentum * m + s / every, m)
+
+        def renewed(m, s):
+            return jnp.where(renews, momentum * m + s / every, m)
+
         m = jax.tree.map(renewed, state.momentum, total)
-        pushed = lambda m: jnp.where(renews, momentum * m, 0)
-        step = lambda g, m: -learning_rate * (g / every + pushed(m))
+
+        def pushed(m):
+            return jnp.where(renews, momentum * m, 0)
+
+        def step(g, m):
+            return -learning_rate * (g / every + pushed(m))
+
         left = jax.tree.map(lambda s: jnp.where(renews, 0, s), total)
         return jax.tree.map(step, updates, m), DelayedNesterovState(m, left)
 

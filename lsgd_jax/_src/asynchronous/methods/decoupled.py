@@ -25,7 +25,7 @@ from lsgd_jax._src.asynchronous.engine.sharding import on_cpu
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
-    Outer,
+    FragmentState,
     delayed_nesterov,
 )
 from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
@@ -159,7 +159,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
     behind = 8
 
     def __init__(self, method: DecoupledDiLoCo, worker: Worker):
-        index, workers = worker.index, worker.transport.position.workers
+        index = worker.index
+        workers = worker.transport.position.workers
         if method.tokens is not None and len(method.tokens) != workers:
             raise ValueError(
                 f"`tokens` must be a number for each of {workers} workers, got "
@@ -171,7 +172,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             [parts.fragment(i, method.fragments) for i in range(method.fragments)],
             peers=[i for i in range(workers) if i != index],
         )
-        self._method, self._count = method, method.fragments
+        self._method = method
+        self._count = method.fragments
         self._period = method.local_steps // self._count  # steps between two turns
         self._tokens = 1.0 if method.tokens is None else method.tokens[index]
         self._quorum = method.quorum or workers // 2 + 1
@@ -196,13 +198,14 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             self.received = [self.worker.count] * self._count
         # Answers to the next turns, one per fragment.
         for number in range(self.turn + 1, self.turn + 1 + min(self._count, AHEAD)):
-            key = "fragment", number
+            key = ("fragment", number)
             if self._taken(number):
                 self.transport.mailbox.post(key, self._offer(number))
             elif not self.is_finite:
                 self.transport.mailbox.drop(key)
-        if not self.in_flight and (numbers := self._due()):
-            turns = self._turns({number: self._offer(number) for number in numbers})
+        due = range(0) if self.in_flight else self._due()
+        if due:
+            turns = self._turns({number: self._offer(number) for number in due})
             self.in_flight[0] = InFlight(self.transport.start(turns), self.worker.count)
             self._sent = self.worker.count
 
@@ -212,16 +215,21 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     def _due(self) -> range:
         """The turns that the worker has missed, otherwise the next one if it is due."""
-        worker, next_one = self.worker, self.turn + 1
-        if (newest := max(self.turns().values())) > self.turn:
+        worker = self.worker
+        next_one = self.turn + 1
+        newest = max(self.turns().values())
+        if newest > self.turn:
             return range(max(next_one, newest - self._count + 1), newest + 1)
         is_due = worker.count - self._sent >= self._period and self._taken(next_one) > 0
         return range(next_one, next_one + is_due)
 
     def _offer(self, number: int) -> Callable[[], Snapshot]:
         """Returns a function that makes this worker's answer to a turn."""
-        worker, p = self.worker, self._fragment(number)
-        params, anchor, fragment = worker.params, self.outers[p].anchor, self.fragments[p]
+        worker = self.worker
+        p = self._fragment(number)
+        params = worker.params
+        anchor = self.outers[p].anchor
+        fragment = self.fragments[p]
         steps = self._taken(number)
         weight = learner_weight(self._tokens * steps, steps)
 
@@ -234,8 +242,12 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Takes over the fragments of some turns, but for those that were lost."""
-        worker, moved = self.worker, self.worker.on_host()
-        mixed = lambda a, y: a + self._method.mixing * (y - a)
+        worker = self.worker
+        moved = worker.on_host()
+
+        def mixed(a, y):
+            return a + self._method.mixing * (y - a)
+
         for number, outer in answer.items():
             self.transport.mailbox.drop(("fragment", number))
             self.know(number)
@@ -257,7 +269,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     async def _turns(
         self, offers: dict[int, Callable[[], Snapshot]]
-    ) -> dict[int, Outer | None]:
+    ) -> dict[int, FragmentState | None]:
         """Takes turns, or fetches their fragments from the workers that have taken them.
 
         Args:
@@ -266,7 +278,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         Returns:
           For each turn the outer state after it, or None if their holder has failed.
         """
-        outers, me = dict[int, Outer | None](), self.worker.index
+        outers = dict[int, FragmentState | None]()
+        me = self.worker.index
         for number, offer in offers.items():
             taker = min(await self.transport.round(("turn", number), None, [me]))
             if taker != me:
@@ -282,8 +295,11 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
         Later ones only tell how late they are.
         """
-        transport, status, begun = self.transport, self.worker.status, self.transport.now()
-        given, met = {self.worker.index: unpack(mine)}, math.inf
+        transport = self.transport
+        status = self.worker.status
+        begun = self.transport.now()
+        given = {self.worker.index: unpack(mine)}
+        met = math.inf
 
         async def bring(i: int) -> None:
             fetch = transport.ask(i, "fetch", ("fragment", number))
@@ -294,10 +310,11 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             if answer is None:
                 return
             given[i] = answer
-            if (lag := transport.now() - met) >= 0:
+            lag = transport.now() - met
+            if lag >= 0:
                 self._lags.append(lag)
 
-        self.peers.turn()
+        self.peers.count_choice()
         here = range(transport.position.workers) if status is None else status.present
         asked = [i for i in here if i not in given and self.peers.is_tried(i)]
         pending = {transport.start(bring(i)) for i in asked}
@@ -315,10 +332,14 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         wanted = adaptive_deadline(self._lags, deviations) if self._lags else step
         return max(LEAST * step, min(wanted, self._period * step - waited))
 
-    def _moved(self, p: int, answers: dict[int, Snapshot]) -> Outer:
+    def _moved(self, p: int, answers: dict[int, Snapshot]) -> FragmentState:
         """Returns the outer state after the answers of a turn."""
-        outer, method = self.outers[p], self._method
-        counts = lambda answer: answer.measure > 0 and finite(answer.params)
+        outer = self.outers[p]
+        method = self._method
+
+        def counts(answer):
+            return answer.measure > 0 and finite(answer.params)
+
         given = {i: answer for i, answer in answers.items() if counts(answer)}
         if not given:
             return outer
@@ -376,7 +397,10 @@ def merged(
     group = Group("local")
 
     def one(delta: Tree, weight: Array) -> Tree:
-        by = lambda name: MERGES[name](group, delta, weights[:, None], weight > 0)
+
+        def by(name):
+            return MERGES[name](group, delta, weights[:, None], weight > 0)
+
         if averaged is None:
             return by(merge)
         leaves, treedef = jax.tree.flatten(by(merge))

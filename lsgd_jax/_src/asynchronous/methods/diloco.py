@@ -8,7 +8,7 @@ from lsgd_jax._src.asynchronous.engine.contents import combined
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
-    Outer,
+    FragmentState,
     delayed_nesterov,
     or_none,
 )
@@ -113,12 +113,16 @@ class DiLoCoWorker(AnchorWorker):
         every = method.momentum_every or (1 if method.together else workers)
         outer = delayed_nesterov(method.learning_rate, method.momentum, every)
         super().__init__(worker, outer, [None])
-        self._method, self.begun, self.patience = method, 0, method.delay
+        self._method = method
+        self.begun = 0
+        self.patience = method.delay
         self._sent = 0  # own step after which it last sent a pseudo-gradient
 
     def stepped(self) -> None:
         """Sends the pseudo-gradient that is due."""
-        worker, method, status = self.worker, self._method, self.worker.status
+        worker = self.worker
+        method = self._method
+        status = self.worker.status
         # H_i, from the speeds known so far.
         known = [status.reports[i].speed for i in status.present] if status else []
         fastest = max([worker.report.speed, *known])
@@ -126,7 +130,8 @@ class DiLoCoWorker(AnchorWorker):
         local_steps = max(1, round(method.local_steps * share))
         if self.in_flight or worker.count - self._sent < local_steps:
             return
-        sent, weight = worker.on_host(), 0.0
+        sent = worker.on_host()
+        weight = 0.0
         if self.is_finite:
             taken = worker.count - self.begun
             weight = taken / method.local_steps if method.weights == "steps" else 1.0
@@ -139,7 +144,9 @@ class DiLoCoWorker(AnchorWorker):
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Continues from an anchor; reports its own staleness, that of the anchor."""
-        worker, before, (turn, outer) = self.worker, self.turn, answer
+        worker = self.worker
+        before = self.turn
+        turn, outer = answer
         self.know(turn)
         self.take(0, outer)
         self.begun = request.since
@@ -156,15 +163,17 @@ class DiLoCoWorker(AnchorWorker):
 
     async def _take_turn(
         self, gradient: Tree, weight: float, known: int, holder: int
-    ) -> tuple[int, Outer]:
+    ) -> tuple[int, FragmentState]:
         """Contributes a pseudo-gradient and returns (turn, outer state) of its turn.
 
         Args:
           gradient, weight: the pseudo-gradient and its w; 0 contributes nothing.
           known, holder: a turn that is over, and the worker that keeps its outer state.
         """
-        transport, me = self.transport, self.worker.index
-        together, everyone = self._method.together, list(range(transport.position.workers))
+        transport = self.transport
+        me = self.worker.index
+        together = self._method.together
+        everyone = list(range(transport.position.workers))
         holders = {known: holder}
         number = known
         while True:
@@ -178,7 +187,8 @@ class DiLoCoWorker(AnchorWorker):
                 break
             transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
-        if (first := min(came)) != me:
+        first = min(came)
+        if first != me:
             outer = await transport.ask(first, "fetch", ("anchor", number))
             self.keep(transport.mailbox.packed(outer), number)
         else:
@@ -189,9 +199,10 @@ class DiLoCoWorker(AnchorWorker):
 
     async def _moved(
         self, number: int, gradient: Tree, came: dict[int, float], holders: dict[int, int]
-    ) -> Outer:
+    ) -> FragmentState:
         """Returns the outer state after the pseudo-gradients of a turn."""
-        outer, me = await self._latest(holders), self.worker.index
+        outer = await self._latest(holders)
+        me = self.worker.index
         requests = {
             i: self.transport.ask(i, "fetch", ("brought", number))
             for i, weight in came.items()
@@ -203,15 +214,19 @@ class DiLoCoWorker(AnchorWorker):
             return outer
         weights = [came[i] for i in given]
         total = sum(weights) if self._method.together else 1.0
-        weighted = lambda *g: sum(w * x for w, x in zip(weights, g)) / total
+
+        def weighted(*g):
+            return sum(w * x for w, x in zip(weights, g)) / total
+
         delta = combined(weighted, *(arrived[i] for i in given))
         return self.moved(outer, delta, number)
 
-    async def _latest(self, holders: dict[int, int]) -> Outer:
+    async def _latest(self, holders: dict[int, int]) -> FragmentState:
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
             if number > self.turn:
-                if (outer := await self.fetch(holder, number)) is not None:
+                outer = await self.fetch(holder, number)
+                if outer is not None:
                     return outer
         return self.outers[0]
 

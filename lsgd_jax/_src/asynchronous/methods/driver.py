@@ -63,14 +63,14 @@ class Peers:
     def choose(self) -> int | None:
         """Returns a random peer that is not left out, or None without one."""
         tried = [i for i, left in self._left_out.items() if not left]
-        self.turn()
+        self.count_choice()
         return int(self.random.choice(tried)) if tried else None
 
     def is_tried(self, i: int) -> bool:
         """Returns whether a worker is not left out."""
         return not self._left_out.get(i, 0)
 
-    def turn(self) -> None:
+    def count_choice(self) -> None:
         """Counts one more choice."""
         self._left_out = {i: max(0, left - 1) for i, left in self._left_out.items()}
 
@@ -186,10 +186,12 @@ class Driver:
         ahead: bool = True,
         steps: int | None = None,
     ):
-        self.worker, self.transport = worker, worker.transport
+        self.worker = worker
+        self.transport = worker.transport
         self.peers = Peers(list(peers), seed)
         self.in_flight: dict[int, InFlight] = {}
-        self._ahead, self._steps = ahead, steps
+        self._ahead = ahead
+        self._steps = steps
 
     # The policy
 
@@ -275,7 +277,8 @@ class Driver:
         workers then do not move, whereas Q(y) alone would draw them towards itself and take
         small steps back.
         """
-        worker, error = self.worker, None
+        worker = self.worker
+        error = None
         if self.transport.mailbox.wire.is_narrow and self.is_finite:
             _, _, error = self.transport.mailbox.encoded(worker.on_host())
         answer = self.transport.ask(peer, "latest")
@@ -292,7 +295,8 @@ class Driver:
 
     async def land(self, slot: int = 0) -> None:
         """Waits for an answer and moves the worker by it."""
-        request, answer = self.in_flight[slot], await self.answer(slot)
+        request = self.in_flight[slot]
+        answer = await self.answer(slot)
         if answer is not None and self.landed(slot, request, answer):
             self.worker.report.staleness = self.worker.count - request.since
 
@@ -319,7 +323,8 @@ class Driver:
         Raises:
           ValueError: z has another structure or other shapes than the parameters.
         """
-        worker, sharding = self.worker, self.worker.sharding
+        worker = self.worker
+        sharding = worker.sharding
         check_same_tree("params", z, floats(worker.params))
         if not finite(z):
             return False
@@ -329,7 +334,8 @@ class Driver:
 
     def shift(self, by: Tree) -> None:
         """Adds a tree to the parameters, which keeps steps taken in the meantime."""
-        worker, sharding = self.worker, self.worker.sharding
+        worker = self.worker
+        sharding = worker.sharding
         worker.params = _shifted(sharding, worker.params, placed(by, sharding))
 
 

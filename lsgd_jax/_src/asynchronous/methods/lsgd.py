@@ -77,7 +77,10 @@ class LSGD(FreeRunning):
             Level(position.group("local"), self.local_pull, self.local_period),
             Level(position.group(("node", "local")), self.global_pull, self.global_period),
         ]
-        is_on = lambda pull: callable(pull) or pull > 0
+
+        def is_on(pull):
+            return callable(pull) or pull > 0
+
         return LSGDWorker(worker, [level for level in levels if is_on(level.pull)])
 
 
@@ -103,7 +106,8 @@ class LSGDWorker(Driver):
 
     async def done(self) -> None:
         """Asks the leaders of the levels on which all workers have taken W τ steps."""
-        if (status := self.worker.status) is None:
+        status = self.worker.status
+        if status is None:
             return
         total = sum(report.steps for report in status.reports.values())
         for k, level in enumerate(self._levels):
@@ -114,7 +118,7 @@ class LSGDWorker(Driver):
             self.counted[k] += pulls * budget
             if not pulls or k in self.in_flight:
                 continue
-            self.peers.turn()
+            self.peers.count_choice()
             steps = {i: status.reports[i].steps for i in level.group}
             moving = [i for i in steps if steps[i] > self._seen[k].get(i, 0)]
             self._seen[k] = steps

@@ -1,9 +1,9 @@
 """The message form of a group: the kernel's rules among asynchronous workers.
 
 A `Rule` communicates in one place, `agree`, and only through its group. `Agreement` traces
-`kernel.send` with a group whose messages are equations of a `Program`. `Conversation` runs
-the program and sends its messages. So every rule runs unchanged on any engine, and messages
-are encoded and decoded in compiled parts, on the worker's device.
+`kernel.send` with a group whose messages are equations of a `SegmentedJaxpr`.
+`Conversation` runs its parts and sends its messages. So every rule runs unchanged on any
+engine, and messages are encoded and decoded in compiled parts, on the worker's device.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jax import Array
 from lsgd_jax._src.asynchronous.engine.sharding import placed_like
 from lsgd_jax._src.asynchronous.engine.transport import Transport
 from lsgd_jax._src.asynchronous.methods.driver import Peers
-from lsgd_jax._src.asynchronous.methods.program import Message, Program, ask
+from lsgd_jax._src.asynchronous.methods.program import Message, SegmentedJaxpr, ask
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
 from lsgd_jax._src.layouts import on_one_device
@@ -43,10 +43,14 @@ class MessageChannel:
     transposes = False
 
     def __init__(self, size: int, index: Any):
-        self.size, self.index = size, jnp.asarray(index, jnp.int32)
+        self.size = size
+        self.index = jnp.asarray(index, jnp.int32)
 
     def gather(self, tree: Tree) -> Tree:
-        row = lambda x: jax.ShapeDtypeStruct((self.size, *x.shape), x.dtype)
+
+        def row(x):
+            return jax.ShapeDtypeStruct((self.size, *x.shape), x.dtype)
+
         return ask("gather", tree, jax.tree.map(row, tree))
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
@@ -73,9 +77,11 @@ class Agreement:
     """
 
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
-        self._pull, self._size, self._grid = pull, size, grid
+        self._pull = pull
+        self._size = size
+        self._grid = grid
         self.send = jax.jit(self._traced)
-        self._programs: dict[Any, tuple[Program, Any]] = {}
+        self._programs: dict[Any, tuple[SegmentedJaxpr, Any]] = {}
 
     async def __call__(
         self, answered: Callable[[Message], Awaitable[Tree]], *given: Any
@@ -84,13 +90,16 @@ class Agreement:
         traced = self.send.trace(*given)
         if traced.jaxpr not in self._programs:
             structure = jax.tree.structure(traced.out_info)
-            self._programs[traced.jaxpr] = Program(traced.jaxpr), structure
+            self._programs[traced.jaxpr] = SegmentedJaxpr(traced.jaxpr), structure
         program, structure = self._programs[traced.jaxpr]
         return structure.unflatten(await program.run(jax.tree.leaves(given), answered))
 
     def _traced(self, position, x, y, state, is_finite, t):
         channel = MessageChannel(self._size, position)
-        send = lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t)
+
+        def send():
+            return kernel.send(self._pull, channel, x, y, state, is_finite, t)
+
         target, renewed = alone(lambda: send()[:2], *self._grid)
         leaves = zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
         return target, [None if new is old else new for new, old in leaves]
@@ -101,9 +110,10 @@ _agreement = functools.lru_cache(maxsize=64)(Agreement)
 
 def alone(fn: Callable[[], Any], nodes: int = 1, locals: int = 1) -> Any:
     """Returns fn(), with the workers' axes bound although only one worker is there."""
-    along = lambda fn, name, size: jax.vmap(
-        fn, in_axes=None, out_axes=None, axis_name=name, axis_size=size
-    )
+
+    def along(fn, name, size):
+        return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=name, axis_size=size)
+
     inner = along(lambda _: fn(), "local", locals)
     with on_one_device():
         return along(inner, "node", nodes)(jnp.int32(0))
@@ -120,8 +130,10 @@ class Conversation:
 
     def __init__(self, transport: Transport, pull: Pull, number: int):
         position = transport.position
-        self._transport, self._group = transport, position.group(pull.rule.axes)
-        self._name, self._me = (number, self._group[0]), position.index
+        self._transport = transport
+        self._group = position.group(pull.rule.axes)
+        self._name = (number, self._group[0])
+        self._me = position.index
         grid = position.nodes, position.locals
         self._agreement = _agreement(pull, len(self._group), grid)
         self._peers = Peers(self._group)
@@ -164,10 +176,12 @@ class Conversation:
 
     async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:
         """Sends a message; returns its answer, and the members that took part."""
-        content, collectives = message.content, self._transport.collectives
+        content = message.content
+        collectives = self._transport.collectives
         if message.kind == "gather":
             return await self._gather(key, members, jax.tree.map(np.asarray, content))
-        like, (tree, how) = content[0], jax.tree.map(np.asarray, content)
+        like = content[0]
+        tree, how = jax.tree.map(np.asarray, content)
         if message.kind == "sum":
             total, count, came = await collectives.all_reduce(key, tree, bool(how), members)
             return (placed_like(like, total), np.float32(count)), came
@@ -187,21 +201,25 @@ class Conversation:
         is_small = sum(x.size for x in jax.tree.leaves(tree)) <= SMALL
         gather = collectives.gather_small if is_small else collectives.all_gather
         rows = await gather(key, tree, members)
+
         # The row of a worker that has failed: nan, or 0 for integers.
-        fill = lambda x: 0 if x.dtype == bool or x.dtype.kind in "iu" else np.nan
+        def fill(x):
+            return 0 if x.dtype == bool or x.dtype.kind in "iu" else np.nan
+
         absent = jax.tree.map(lambda x: np.full_like(x, fill(x)), tree)
         trees = [rows.get(i, absent) for i in self._group]
         return jax.tree.map(lambda *x: np.stack(x), *trees), rows
 
     async def _permute(self, key: Hashable, tree: Tree, sources: np.ndarray) -> Tree:
-        position, got = self._group.index(self._me), None
+        position = self._group.index(self._me)
+        got = None
         # Posted before anything is fetched: two workers that fetch from each other would
         # wait.
         if position in sources:
             self._transport.mailbox.post(key, tree)
         if sources[position] >= 0:
             peer = self._group[sources[position]]
-            self._peers.turn()
+            self._peers.count_choice()
             if self._peers.is_tried(peer):
                 fetch = self._transport.ask(peer, "fetch", key)
                 got = await self._peers.answer(peer, fetch)

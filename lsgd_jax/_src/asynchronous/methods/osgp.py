@@ -108,7 +108,8 @@ class OSGPWorker(Driver):
         graph = for_group(method.topology)(workers)
         self._mixing = graph.mixing
         self._rounds = np.asarray(graph.round_at(jnp.arange(1, steps + 1)))
-        self.patience, self._workers = method.staleness, workers
+        self.patience = method.staleness
+        self._workers = workers
         self.weight = np.float32(1)
         self._lent = 0.0  # the weight that stands in for messages that are late
         self._start: Tree = None  # the common start, as long as it is lent
@@ -125,14 +126,19 @@ class OSGPWorker(Driver):
 
     def ask(self) -> None:
         """Sends the message of the step and asks for those of the in-neighbors."""
-        t, me, status = self.worker.count + 1, self.worker.index, self.worker.status
-        mixing, self._error = self._mixing[self._rounds[t - 1]], None
+        t = self.worker.count + 1
+        me = self.worker.index
+        status = self.worker.status
+        mixing = self._mixing[self._rounds[t - 1]]
+        self._error = None
         if t == 1 and self.patience > 1:
             self._start = self.worker.on_host()
-        if readers := len(self._neighbors(mixing[:, me])):
+        readers = len(self._neighbors(mixing[:, me]))
+        if readers:
             message = NOTHING
             if self._has_x:
-                mailbox, kept = self.transport.mailbox, float(mixing[me, me])
+                mailbox = self.transport.mailbox
+                kept = float(mixing[me, me])
                 packed, _, error = mailbox.encoded(self.worker.on_host())
                 message = Snapshot(packed, float(self.weight))
                 if error is not None:
@@ -144,7 +150,7 @@ class OSGPWorker(Driver):
         there = range(self._workers)
         if status is not None:
             there = {*status.present, *status.finished}
-        self.peers.turn()
+        self.peers.count_choice()
         for peer in self._neighbors(mixing[me]):
             if self.peers.is_tried(peer) and peer in there:
                 answer = self.transport.ask(peer, "fetch", ("gossip", t))
@@ -206,10 +212,13 @@ class OSGPWorker(Driver):
         if message is None:
             self.weight += share
             self.transport.tell("missed", request.peer)  # so that no other waits for it
-        elif mass := share * message.measure:
+            return
+        mass = share * message.measure
+        if mass:
             weight = self.weight + mass
             if self.pull(message.params, mass / weight, self._has_x):
-                self.weight, self._has_x = weight, True
+                self.weight = weight
+                self._has_x = True
                 self.worker.report.staleness = self.worker.count - request.since
 
     def _neighbors(self, shares: np.ndarray) -> list[int]:
@@ -219,8 +228,11 @@ class OSGPWorker(Driver):
     def take_over(self, state: Any) -> None:
         """Continues from another worker's weight."""
         super().take_over(state)
-        self._has_x, self._error = True, None
-        self._lent, self._start = 0.0, None  # nothing is in flight any more
+        self._has_x = True
+        self._error = None
+        # Nothing is in flight any more.
+        self._lent = 0.0
+        self._start = None
         count = self.worker.count
         for t in range(max(1, count - self._unread + 1), count + 1):
             # Workers that are behind do not wait for what it never sends.

@@ -85,10 +85,12 @@ class PairwiseWorker(Driver):
     kept = ("clock",)
 
     def __init__(self, method: Pairwise, worker: Worker):
-        index, workers = worker.index, worker.transport.position.workers
+        index = worker.index
+        workers = worker.transport.position.workers
         others = [i for i in range(workers) if i != index]
         super().__init__(worker, others, seed=(method.seed, index))
-        self._method, self.clock = method, 0.0
+        self._method = method
+        self.clock = 0.0
         worker.measure = self._measure
 
     def _measure(self) -> float:
@@ -105,14 +107,16 @@ class PairwiseWorker(Driver):
         t = jnp.int32(self.worker.count + 1)
         probability = float(value_at(self._method.fetch_probability, t))
         if not self.in_flight and self.peers.random.random() < probability:
-            if (peer := self.peers.choose()) is not None:
+            peer = self.peers.choose()
+            if peer is not None:
                 self.ask_snapshot(peer)
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> bool:
         """Mixes in a peer's snapshot."""
         if not np.isfinite(answer.measure):
             return False  # the peer's loss is not finite, or not known yet
-        method, is_finite = self._method, self.is_finite
+        method = self._method
+        is_finite = self.is_finite
         weight = _weight(
             method.interpolation,
             jnp.float32(self._measure()),

@@ -37,7 +37,9 @@ class Peer:
     """
 
     def __init__(self, method: Joinable, transport: Transport, on_leave: Callable[[], Any]):
-        self._method, self._transport, self._on_leave = method, transport, on_leave
+        self._method = method
+        self._transport = transport
+        self._on_leave = on_leave
         self._worker: Worker | None = None
         self._has_left = False
         self._loop = asyncio.new_event_loop()
@@ -60,7 +62,9 @@ class Peer:
             training = Training(lambda rank: (params, None, None), nothing)
             self._worker = Worker(training, self._method, self._transport, steps=0)
         worker = self._worker
-        worker.params, worker.loss, worker.count = params, float(loss), worker.count + 1
+        worker.params = params
+        worker.loss = float(loss)
+        worker.count += 1
         worker.is_finite = math.isfinite(worker.loss) and bool(all_finite(params))
         worker.method.stepped()
         worker.publish()

@@ -1,7 +1,7 @@
 """A function traced once and cut at its messages, with parts that are compiled once each.
 
 While a rule is traced, each message is one equation of its jaxpr. The equations between
-two messages form a part. `Program.run` calls the compiled parts in order, awaits the
+two messages form a part. `SegmentedJaxpr.run` calls the compiled parts in order, awaits the
 messages between them, and hands on what later parts read.
 """
 
@@ -68,11 +68,11 @@ class Part:
     writes: Sequence[Any]
     alive: set[Any]
     compute: Callable[..., Sequence[Any]] | None = None
-    branches: Sequence["Program"] = ()
+    branches: Sequence["SegmentedJaxpr"] = ()
     equation: Any = None
 
 
-class Program:
+class SegmentedJaxpr:
     """A jaxpr, cut at its messages.
 
     Args:
@@ -80,8 +80,10 @@ class Program:
     """
 
     def __init__(self, jaxpr: core.ClosedJaxpr):
-        self._jaxpr, self._consts = jaxpr.jaxpr, jaxpr.consts
-        alive, self._parts = set(_variables(self._jaxpr.outvars)), list[Part]()
+        self._jaxpr = jaxpr.jaxpr
+        self._consts = jaxpr.consts
+        alive = set(_variables(self._jaxpr.outvars))
+        self._parts = list[Part]()
         # From the end, because only later parts tell which variables are still read.
         for equations in reversed(list(_groups(self._jaxpr.eqns))):
             part = self._part(equations, frozenset(alive))
@@ -93,7 +95,7 @@ class Program:
         if last.primitive is MESSAGE:
             return Part(last.invars, last.outvars, alive, equation=last)
         if speaks(last):
-            branches = list(map(Program, last.params["branches"]))
+            branches = list(map(SegmentedJaxpr, last.params["branches"]))
             return Part(last.invars, last.outvars, alive, branches=branches)
         own = [v for equation in equations for v in equation.outvars]
         writes = [v for v in own if v in alive]
@@ -117,7 +119,10 @@ class Program:
         """
         values = dict(zip(self._jaxpr.constvars, self._consts))
         values.update(zip(self._jaxpr.invars, args))
-        read = lambda v: v.val if isinstance(v, core.Literal) else values[v]
+
+        def read(v):
+            return v.val if isinstance(v, core.Literal) else values[v]
+
         for part in self._parts:
             given = list(map(read, part.reads))
             if part.compute is not None:

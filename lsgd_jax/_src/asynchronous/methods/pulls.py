@@ -101,8 +101,11 @@ class PullsWorker(Driver):
         # A step claimed ahead would keep all other workers waiting at the next round.
         own_steps = None if method.budget else steps
         super().__init__(worker, ahead=False, steps=own_steps)
+
         # Asynchronous workers are never bit-identical, so there is nothing to verify.
-        unverified = lambda pull: dataclasses.replace(pull, verify=False)
+        def unverified(pull: Pull) -> Pull:
+            return dataclasses.replace(pull, verify=False)
+
         each = (one for pull in method.exchange.pulls for one in pull.each)
         self._pulls = tuple(map(unverified, each))
         self._period = method.period
@@ -167,7 +170,8 @@ class PullsWorker(Driver):
         """
         if not any(sends) and not any(lands):
             return
-        worker, is_finite = self.worker, self._check()
+        worker = self.worker
+        is_finite = self._check()
         for k, pull in enumerate(self._pulls):
             counts = bool(self._counts[k]) and is_finite
             if pull.delay and lands[k] and k in self.in_flight:
@@ -196,12 +200,14 @@ class PullsWorker(Driver):
 
     async def _land(self, k: int, coming: InFlight, is_finite: bool) -> bool:
         """Runs `kernel.land`; returns whether the worker was restored."""
-        worker, states = self.worker, list(self.pulls)
+        worker = self.worker
+        states = list(self.pulls)
         try:
             target, renew = await worker.wait(coming.answer)
         except UnreachableError:
             return False  # its sender has failed: no pull this time
-        state, t = renew(states[k]), np.int32(worker.count)
+        state = renew(states[k])
+        t = np.int32(worker.count)
         worker.params, states[k], restored = self._compiled.land[k](
             worker.params, target, state, np.bool_(is_finite), t
         )
@@ -228,7 +234,9 @@ class _Compiled:
         grid: tuple[int, int],
         sharding: Sharding | None,
     ):
-        self._pulls, self._grid, self._sharding = pulls, grid, sharding
+        self._pulls = pulls
+        self._grid = grid
+        self._sharding = sharding
         self.init: Any = jax.jit(self._init)
         self.local = jax.jit(self._local)
         self.all_finite = jax.jit(lambda params: trees.all_finite(trees.floats(params)))
@@ -236,13 +244,17 @@ class _Compiled:
 
     def _init(self, params: Tree) -> tuple[PullState, ...]:
         x = trees.floats(params)
-        begin = lambda: tuple(kernel.init(pull, x) for pull in self._pulls)
+
+        def begin():
+            return tuple(kernel.init(pull, x) for pull in self._pulls)
+
         # A target in flight is a task of the driver, not a part of the state.
         states = (state._replace(pending=()) for state in alone(begin))
         return tuple(map(self._kept, self._pulls, states))
 
     def _local(self, x, u, states, loss, t, is_finite):
-        own, step = trees.floats(x), trees.widened(trees.floats(u))
+        own = trees.floats(x)
+        step = trees.widened(trees.floats(u))
         step, states, counts, _ = kernel.local(
             self._pulls, own, step, loss, states, is_finite, t
         )

@@ -98,13 +98,17 @@ class WAGMAWorker(Driver):
         # A step claimed ahead would keep all other workers waiting at the next barrier.
         super().__init__(worker, range(workers), ahead=False)
         self._most = workers * method.sync_period + 1  # exceeds the steps between barriers
-        self.rounds, self.k, self.kept = 0, 0, ("rounds", "k")
+        self.rounds = 0
+        self.k = 0
+        self.kept = ("rounds", "k")
         self._error: Tree = None  # of this worker's contributions to means of all
         # The last mean of all, or the start: contributions are differences to it.
         self.reference: Tree = None
         if self.transport.mailbox.wire.is_narrow:
-            self.reference, self.kept = worker.on_host(), ("rounds", "k", "reference")
-        worker.measure, worker.reference = lambda: self._number, lambda: self.reference
+            self.reference = worker.on_host()
+            self.kept = ("rounds", "k", "reference")
+        worker.measure = lambda: self._number
+        worker.reference = lambda: self.reference
 
     @property
     def _number(self) -> int:
@@ -121,12 +125,14 @@ class WAGMAWorker(Driver):
         group = {self.worker.index}
         for hop in self._hops[(self.k - 1) % len(self._hops)]:
             group |= {i ^ hop for i in group}
-        self.peers.turn()
+        self.peers.count_choice()
         if len(group) > 1 and all(map(self.peers.is_tried, group)):
             await self._mix(sorted(group))
 
     async def _mix(self, group: list[int]) -> None:
-        worker, number, first = self.worker, self._number, self.rounds * self._most
+        worker = self.worker
+        number = self._number
+        first = self.rounds * self._most
         for i in group:
             if i != worker.index:
                 answer = self.transport.ask(i, "contribution", number)
@@ -167,12 +173,14 @@ class WAGMAWorker(Driver):
 
     async def join(self, number: int) -> None:
         """Takes the mean of all workers."""
-        worker, transport = self.worker, self.transport
+        worker = self.worker
+        transport = self.transport
         if self.reference is not None and number != self.rounds:
             raise StaleWorkerError(f"worker {worker.index} has missed a mean of all")
         everyone = list(range(transport.position.workers))
         came = await worker.wait(transport.round(("join", number), None, everyone))
-        self.rounds, self.k = number + 1, 0
+        self.rounds = number + 1
+        self.k = 0
         if worker.index not in came:
             raise StaleWorkerError(
                 f"worker {worker.index} came too late for the mean of all workers"
@@ -189,8 +197,10 @@ class WAGMAWorker(Driver):
 
     async def _mean_of_all(self, key: Hashable, members: list[int]) -> Tree:
         """Returns the mean of the members that are finite, or None without any."""
-        mailbox, collectives = self.transport.mailbox, self.transport.collectives
-        y, gives = self._difference(), self.is_finite
+        mailbox = self.transport.mailbox
+        collectives = self.transport.collectives
+        y = self._difference()
+        gives = self.is_finite
         if not mailbox.wire.is_narrow:
             total, count, _ = await collectives.all_reduce(key, y, gives, members)
             return combined(lambda x: x / count, total) if count else None

@@ -4,6 +4,7 @@ Only this module and the others whose names begin with `ray_` import Ray.
 """
 
 import asyncio
+import functools
 import os
 import threading
 import time
@@ -24,19 +25,20 @@ from lsgd_jax._src.asynchronous.engine.worker import Method, Training, Worker, w
 
 
 EVERY = 0.05  # seconds between two reports of a worker
-THREADS, WAITING = 64, 48  # that serve a worker's peers, and of them those that may wait
+THREADS = 64  # that serve a worker's peers
+WAITING = 48  # of these threads that may wait
 BUSY = "busy"  # the answer of a worker for which no more may wait; ask again
 AGAIN = 0.02  # seconds until a busy worker is asked again
 LOST = "the run cannot go on, because its coordinator was lost: resume it"
 
 
-class Job(NamedTuple):
+class RunSpec(NamedTuple):
     """The run, as all of its actors know it.
 
     Attributes:
       name: of the run, unique; its actors are named after it.
       begun: when the run began, in seconds since the epoch.
-      Others: as for `ray_engine.run` and `ray_cluster.Options`.
+      Others: as for `ray_engine.run` and `ray_engine.ClusterOptions`.
     """
 
     name: str
@@ -79,8 +81,12 @@ class RayTransport(Transport):
         begun: float,
         namespace: str | None = None,
     ):
-        self.position, self.timeout, self.mailbox = position, timeout, mailbox
-        self._run, self._namespace, self._actors = run, namespace, {}
+        self.position = position
+        self.timeout = timeout
+        self.mailbox = mailbox
+        self._run = run
+        self._namespace = namespace
+        self._actors = {}
         self._begun = time.monotonic() - (time.time() - begun)
         self._status: Status | None = None
         self._reported = 0.0
@@ -93,13 +99,18 @@ class RayTransport(Transport):
         await asyncio.get_running_loop().run_in_executor(None, compute)
 
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
-        name, until = worker_name(self._run, peer), self.now() + self.timeout
+        name = worker_name(self._run, peer)
+        until = self.now() + self.timeout
         try:
-            actor, given = self._actor(name), buffered(arguments)
+            actor = self._actor(name)
+            given = buffered(arguments)
             if call == "state":
                 return await self._answer(actor.state.remote())
-            ask = lambda: self._answer(actor.serve.remote(call, given))
-            while isinstance(answer := unbuffered(await ask()), str) and answer == BUSY:
+
+            while True:
+                answer = unbuffered(await self._answer(actor.serve.remote(call, given)))
+                if not (isinstance(answer, str) and answer == BUSY):
+                    break
                 if self.now() > until:
                     raise TimeoutError
                 await asyncio.sleep(AGAIN)
@@ -157,15 +168,19 @@ class WorkerActor:
     would wait for the step that is being computed.
     """
 
-    def __init__(self, job: Job, i: int, is_restarted: bool):
-        self.job, self.index = job, i
-        position = GridPosition(i, job.nodes, job.locals)
-        mailbox = Mailbox(job.method.wire, i)
-        self.transport = RayTransport(job.name, position, job.timeout, mailbox, job.begun)
+    def __init__(self, spec: RunSpec, i: int, is_restarted: bool):
+        self.spec = spec
+        self.index = i
+        position = GridPosition(i, spec.nodes, spec.locals)
+        mailbox = Mailbox(spec.method.wire, i)
+        self.transport = RayTransport(
+            spec.name, position, spec.timeout, mailbox, spec.begun
+        )
         self.worker: Worker | None = None
         # Otherwise all threads could wait for sums whose parts no thread is left to give.
         self._waiting = threading.Semaphore(WAITING)
-        self._is_restarted, self.stopped = is_restarted, threading.Event()
+        self._is_restarted = is_restarted
+        self.stopped = threading.Event()
 
     def run(self, state: Any, all_lost: bool) -> Any:
         """Trains to the end; returns the state at the end.
@@ -186,13 +201,17 @@ class WorkerActor:
         has_begun = self.worker is not None and self.worker.has_begun
         if self._is_restarted and not has_begun:
             return buffered(None)
-        mailbox, given = self.transport.mailbox, unbuffered(arguments)
-        ask = lambda: getattr(mailbox, call)(*given)
+        mailbox = self.transport.mailbox
+        given = unbuffered(arguments)
+
+        def ask() -> Any:
+            return getattr(mailbox, call)(*given)
+
         if not self._waiting.acquire(blocking=False):
             answer = mailbox.wait(ask, timeout=0.0)
             return buffered(BUSY if answer is None else answer)
         try:
-            return buffered(mailbox.wait(ask, self.job.timeout))
+            return buffered(mailbox.wait(ask, self.spec.timeout))
         finally:
             self._waiting.release()
 
@@ -212,17 +231,22 @@ class WorkerActor:
 
 
 async def _train(actor: WorkerActor, state: Any, all_lost: bool) -> Any:
-    job, i = actor.job, actor.index
-    if all_lost and (state := job.restore(i)) is None:
-        raise RuntimeError("all workers were lost, and there is nothing to restore")
-    training, restore = job.make_training(i), lambda: job.restore(i)
-    worker = Worker(training, job.method, actor.transport, job.steps, restore)
+    spec = actor.spec
+    i = actor.index
+    restore = functools.partial(spec.restore, i)
+    if all_lost:
+        state = restore()
+        if state is None:
+            raise RuntimeError("all workers were lost, and there is nothing to restore")
+    training = spec.make_training(i)
+    worker = Worker(training, spec.method, actor.transport, spec.steps, restore)
     if state is not None:
         worker.take_over(state)
     actor.worker = worker
     # Compiles the step while no other worker waits for it.
-    given = worker.params, worker.opt_state, worker.own, np.int32(worker.count + 1)
-    jax.block_until_ready(training.step(*given)[-1])
+    t = np.int32(worker.count + 1)
+    *_, loss = training.step(worker.params, worker.opt_state, worker.own, t)
+    jax.block_until_ready(loss)
 
     def observe(worker: Worker) -> None:
         if actor.stopped.is_set():

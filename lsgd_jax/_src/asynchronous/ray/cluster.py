@@ -26,7 +26,7 @@ SILENCE = 30.0  # seconds without the head of a cluster; Ray ends this process a
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ClusterOptions:
     """Where the workers run, and how long they wait for each other.
 
     Attributes:
@@ -64,7 +64,8 @@ class Options:
 
     def __post_init__(self):
         for name in ("timeout", "start", "stall"):
-            if not (limit := getattr(self, name)) > 0:
+            limit = getattr(self, name)
+            if not limit > 0:
                 raise ValueError(f"`{name}` must be positive, got {name}={limit}")
 
 
@@ -107,13 +108,15 @@ class Health:
 
     def check(self) -> None:
         """Raises RuntimeError if Ray has failed."""
-        if reason := self._failure():
+        reason = self._failure()
+        if reason:
             self.is_lost = True
             raise RuntimeError(f"Ray has failed: {reason}")
 
     def give_up(self) -> None:
         """Kills Ray's processes, for which `shutdown` would wait, and their children."""
-        self.is_lost, psutil = True, ray._private.utils.psutil  # Ray brings it along
+        self.is_lost = True
+        psutil = ray._private.utils.psutil  # Ray brings it along
         for process in self.processes:
             with suppress(psutil.NoSuchProcess):
                 children = psutil.Process(process.pid).children(recursive=True)
@@ -142,7 +145,8 @@ class Health:
             return ""
         for name in ("gcs_server", "raylet"):
             for started in self.node.all_processes.get(name, ()):
-                if (status := started.process.poll()) is not None:
+                status = started.process.poll()
+                if status is not None:
                     return f"its process {name} has ended with status {status}"
         return "" if self.node.all_processes else self._failure_of_joined()
 
@@ -161,7 +165,7 @@ class Health:
 
 
 @contextmanager
-def cluster(options: Options, workers: int) -> Generator[Health]:
+def cluster(options: ClusterOptions, workers: int) -> Generator[Health]:
     """Connects this process to a cluster of Ray, or starts one; any runs inside use it.
 
     workers: number of workers for which a cluster that is started must have room.
@@ -192,7 +196,8 @@ def cluster(options: Options, workers: int) -> Generator[Health]:
                     ray.init(address="local", **local, **shared)
     except Exception as error:  # Ray raises plain exceptions, too
         raise RuntimeError(advice(options.address, error)) from error
-    health, session = Health(), None
+    health = Health()
+    session = None
     if options.address is None and health.node is not None:
         # The folder of logs and sockets that Ray has made for this run.
         session = pathlib.Path(health.node.get_session_dir_path())

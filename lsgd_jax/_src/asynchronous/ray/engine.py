@@ -20,15 +20,15 @@ from lsgd_jax._src.asynchronous.engine.worker import Method, Training
 from lsgd_jax._src.asynchronous.ray.actors import (
     LOST,
     THREADS,
-    Job,
+    RunSpec,
     WorkerActor,
     coordinator_name,
     worker_name,
 )
 from lsgd_jax._src.asynchronous.ray.cluster import (
     EVERY,
+    ClusterOptions,
     Health,
-    Options,
     beside,
     cluster,
     environment,
@@ -71,8 +71,11 @@ class Remote:
     """
 
     def __init__(self, workers: Sequence[Any], timeout: float, health: Health):
-        self._workers, self._timeout, self._health = workers, timeout, health
-        self.restarts, self.stopped = [0] * len(workers), False
+        self._workers = workers
+        self._timeout = timeout
+        self._health = health
+        self.restarts = [0] * len(workers)
+        self.stopped = False
         self.ended: dict[int, Any] = {}
         self.processes: dict[int, tuple[str, int]] = {}
 
@@ -119,7 +122,7 @@ def run(
     locals: int,
     steps: int,
     *,
-    options: Options | None = None,
+    options: ClusterOptions | None = None,
     states: Sequence[Any] | None = None,
     restore: Callable[[int], Any] = lambda i: None,
     on_status: Callable[[Status, Remote], Any] = lambda status, remote: None,
@@ -152,10 +155,10 @@ def run(
     For example ``run(make_training, Pulls(lsgd(), budget=True), nodes=1, locals=4,
     steps=1000)`` where ``make_training(i)`` gives a `Training`.
     """
-    options = Options() if options is None else options
+    options = ClusterOptions() if options is None else options
     before = handlers()
     with cluster(options, nodes * locals) as health, signals(before) as signaled:
-        job = Job(
+        spec = RunSpec(
             name="",
             make_training=make_training,
             method=method,
@@ -166,7 +169,7 @@ def run(
             timeout=options.timeout,
             begun=time.time(),
         )
-        actors = _Actors(job, options, states or [None] * (nodes * locals), health)
+        actors = _Actors(spec, options, states or [None] * (nodes * locals), health)
         try:
             return actors.train(on_status, signaled)
         finally:
@@ -178,14 +181,18 @@ class _Actors:
     """The actors of one run: starts them, follows them, and restarts lost workers.
 
     Args:
-      job: the run, which is named anew whenever all actors are started.
+      spec: the run, which is named anew whenever all actors are started.
       options: where the workers run, and with which limits.
       states: the state that each worker begins from, or None.
       health: of Ray.
     """
 
-    def __init__(self, job: Job, options: Options, states: Sequence[Any], health: Health):
-        self._job, self._options, self._states = job, options, states
+    def __init__(
+        self, spec: RunSpec, options: ClusterOptions, states: Sequence[Any], health: Health
+    ):
+        self._spec = spec
+        self._options = options
+        self._states = states
         self._health = health
         self._everyone = range(len(states))
         self.workers: list[Any] = [None] * len(states)
@@ -198,18 +205,20 @@ class _Actors:
 
     def _begin(self, all_lost: bool) -> None:
         """Starts the coordinator, beside this process, and all workers."""
-        options, name = self._options, f"lsgd-{uuid.uuid4().hex[:8]}"
-        job = self._job = self._job._replace(name=name)
-        self._until, self._all_lost = time.monotonic() + options.start, all_lost
+        options = self._options
+        name = f"lsgd-{uuid.uuid4().hex[:8]}"
+        spec = self._spec = self._spec._replace(name=name)
+        self._until = time.monotonic() + options.start
+        self._all_lost = all_lost
         self._runs: dict[Any, int] = {}  # the worker of each call of `run`
         self._places: dict[Any, int] = {}  # the worker of each call of `where`
         self._restarted: set[int] = set()
         count = len(self._everyone)
         coordinator = beside(
-            Coordinator, name=coordinator_name(job.name), max_concurrency=1000 + 4 * count
+            Coordinator, name=coordinator_name(spec.name), max_concurrency=1000 + 4 * count
         )
         self.coordinator = coordinator.remote(
-            count, job.steps, job.method.period, job.timeout, options.start
+            count, spec.steps, spec.method.period, spec.timeout, options.start
         )
         for i in self._everyone:
             self._start(i)
@@ -223,9 +232,9 @@ class _Actors:
         worker = self.workers[i] = actor.options(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
-            name=worker_name(self._job.name, i),
+            name=worker_name(self._spec.name, i),
             runtime_env={"env_vars": env},
-        ).remote(self._job, i, i in self._restarted)
+        ).remote(self._spec, i, i in self._restarted)
         self._places[worker.where.remote()] = i
         self._runs[worker.run.remote(self._states[i], self._all_lost)] = i
 
@@ -236,7 +245,9 @@ class _Actors:
     def train(
         self, on_status: Callable[[Status, Remote], Any], signaled: threading.Event
     ) -> Outcome:
-        ended, told, stopped = self.remote.ended, time.monotonic(), None
+        ended = self.remote.ended
+        told = time.monotonic()
+        stopped = None
         while len(ended) < len(self._everyone):
             done, _ = ray.wait(list(self._runs), timeout=EVERY)
             status = self._status()  # first: without the coordinator, workers fail
@@ -324,7 +335,8 @@ class _Actors:
             raise RuntimeError(f"{LOST} ({reason})") from error
         for i, report in status.reports.items():
             if report.steps > self._best[i]:  # steps that are taken again are no progress
-                self._best[i], self._losses[i] = report.steps, 0
+                self._best[i] = report.steps
+                self._losses[i] = 0
         return status
 
     def _check_places(self) -> None:
@@ -333,7 +345,8 @@ class _Actors:
         ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         for ref in ready:
             i = self._places.pop(ref)
-            if (place := _answer(ref)) is not None:
+            place = _answer(ref)
+            if place is not None:
                 self.remote.processes[i] = place
         missing = [i for i in self._everyone if i not in self.remote.processes]
         if missing and time.monotonic() > self._until:
@@ -349,7 +362,8 @@ class _Actors:
         for i in set(self.remote.processes).difference(self.remote.ended):
             mark = self.remote.restarts[i], status.reports[i].steps
             if mark != self._marks.get(i):
-                self._marks[i], self._moved[i] = mark, now
+                self._marks[i] = mark
+                self._moved[i] = now
             elif now - self._moved[i] > self._options.stall:
                 self._moved[i] = now
                 ray.kill(self.workers[i])

@@ -14,7 +14,7 @@ from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.engine.transport import GridPosition
 from lsgd_jax._src.asynchronous.methods.peer import Joinable, Peer
 from lsgd_jax._src.asynchronous.ray.actors import RayTransport, worker_name
-from lsgd_jax._src.asynchronous.ray.cluster import Options, beside, cluster
+from lsgd_jax._src.asynchronous.ray.cluster import ClusterOptions, beside, cluster
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.trees import Tree
 
@@ -69,20 +69,31 @@ def join(
         raise ValueError(f"`rank` must be in 0..{num_workers - 1}, got {rank=}")
     position = GridPosition(rank, 1, num_workers)
     with ExitStack() as stack:
-        stack.enter_context(cluster(Options(address=address, timeout=timeout), 1))
+        stack.enter_context(cluster(ClusterOptions(address=address, timeout=timeout), 1))
         actor = _started(name, rank, method, timeout)
         stack.callback(ray.kill, actor)
         mailbox = ServedMailbox(method, rank, actor, timeout)
-        given = name, position, timeout, mailbox, time.time(), NAMESPACE
-        transport = JoinedTransport(actor, *given)
+        transport = JoinedTransport(
+            actor,
+            run=name,
+            position=position,
+            timeout=timeout,
+            mailbox=mailbox,
+            begun=time.time(),
+            namespace=NAMESPACE,
+        )
         # All went well: the exit stack ends with the peer and not here.
         return Peer(method, transport, stack.pop_all().close)
 
 
 def _started(name: str, rank: int, method: Joinable, timeout: float) -> Any:
     """Starts the actor of a rank, once its name is free."""
-    named = dict(name=worker_name(name, rank), namespace=NAMESPACE)
-    actor = beside(MailboxActor, **named, max_restarts=-1)
+    actor = beside(
+        MailboxActor,
+        name=worker_name(name, rank),
+        namespace=NAMESPACE,
+        max_restarts=-1,
+    )
     # Ray frees the name of a crashed program once it notices, which takes a while.
     until = time.monotonic() + timeout
     while True:
@@ -117,7 +128,8 @@ class ServedMailbox(Mailbox):
 
     def __init__(self, method: Joinable, rank: int, actor: Any, timeout: float):
         super().__init__(method.wire, rank)
-        self._actor, self._timeout = actor, timeout
+        self._actor = actor
+        self._timeout = timeout
         self._latest: Any = None
 
     def show(
@@ -134,11 +146,11 @@ class JoinedTransport(RayTransport):
 
     Args:
       actor: the actor.
-      Others: as for `RayTransport`.
+      **others: as for `RayTransport`.
     """
 
-    def __init__(self, actor: Any, *given: Any):
-        super().__init__(*given)
+    def __init__(self, actor: Any, **others: Any):
+        super().__init__(**others)
         self._mailbox_actor = actor
         self._coming: asyncio.Task | None = None
 
@@ -150,8 +162,11 @@ class JoinedTransport(RayTransport):
         """
         coming = self._coming or self.start(self._asked())
         done, _ = await asyncio.wait([coming], timeout=self.timeout)
-        self._coming = None if done else coming
-        return coming.result() if done else None
+        if not done:
+            self._coming = coming
+            return None
+        self._coming = None
+        return coming.result()
 
     async def _asked(self) -> Tree:
         try:

@@ -75,7 +75,8 @@ class Rings(Collectives):
 
         The coordinator is given no values, since it would remember them.
         """
-        me, meetings = self._me, self._simulation.meetings
+        me = self._me
+        meetings = self._simulation.meetings
         meeting = meetings.setdefault(key, Meeting())
         meeting.brought[me] = value
         came = await self._simulation.coordinator.round(me, key, None, group)
@@ -96,8 +97,11 @@ class Rings(Collectives):
         values: dict[int, Any],
         combine: Callable[[dict[int, Any]], Any],
     ) -> Any:
-        simulation, came, timeout = self._simulation, list(values), self._transport.timeout
-        if (result := combine(values)) is None:
+        simulation = self._simulation
+        came = list(values)
+        timeout = self._transport.timeout
+        result = combine(values)
+        if result is None:
             raise UnreachableError(f"the source of {key} has failed")
         size = nbytes(result)
         for i in came:

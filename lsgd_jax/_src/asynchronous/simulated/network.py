@@ -99,7 +99,10 @@ class Network:
 
         So few parameters can stand for many, on links that are slower by as much.
         """
-        times = lambda rate: rate * factor
+
+        def times(rate):
+            return rate * factor
+
         return dataclasses.replace(
             self,
             bandwidth=times(self.bandwidth),
@@ -110,9 +113,11 @@ class Network:
     def delay(self, is_inside: bool, size: float = 0.0) -> float:
         """Returns the seconds of a message on idle links."""
         if is_inside:
-            latency, bandwidth = self.inside_latency, self.inside_bandwidth
+            latency = self.inside_latency
+            bandwidth = self.inside_bandwidth
         else:
-            latency, bandwidth = self.latency, self.bandwidth
+            latency = self.latency
+            bandwidth = self.bandwidth
         return self.software(size) + latency + size / bandwidth
 
     def all_reduce(self, workers: int, size: float, is_inside: bool = False) -> float:
@@ -190,7 +195,8 @@ class Links:
     """
 
     def __init__(self, network: Network, nodes: int, locals: int):
-        self.network, self._locals = network, locals
+        self.network = network
+        self._locals = locals
         workers = nodes * locals
         if network.between and len(network.between) != nodes:
             raise ValueError(
@@ -201,10 +207,14 @@ class Links:
         links = [network.bandwidth] * 2 * nodes, [network.inside_bandwidth] * 2 * workers
         pairs = np.ravel(network.between)
         self._capacity = np.concatenate([*links, pairs, [math.inf]])
-        self._nodes, self._workers = nodes, workers
-        self.sent, self.stuck = np.zeros(nodes), set[int]()
-        self._flows, self._new = np.zeros(0, FLOW), list[tuple]()
-        self._last, self._turn = 0.0, 0
+        self._nodes = nodes
+        self._workers = workers
+        self.sent = np.zeros(nodes)
+        self.stuck = set[int]()
+        self._flows = np.zeros(0, FLOW)
+        self._new = list[tuple]()
+        self._last = 0.0
+        self._version = 0  # of the rates
 
     def is_inside(self, source: int, target: int) -> bool:
         """Returns whether two workers are on one node."""
@@ -255,7 +265,8 @@ class Links:
 
     def _links(self, source: int, target: int) -> tuple[int, int]:
         """Returns the two links that a message takes, as indices of `_capacity`."""
-        here, there = source // self._locals, target // self._locals
+        here = source // self._locals
+        there = target // self._locals
         if here == there:
             first = 2 * self._nodes
             return first + source, first + self._workers + target
@@ -278,12 +289,12 @@ class Links:
 
     def changed(self, seconds: float = 0.0) -> None:
         """Recomputes the rates in some seconds, once for all flows that begin now."""
-        self._turn += 1
-        asyncio.get_running_loop().call_later(seconds, self._advance, self._turn)
+        self._version += 1
+        asyncio.get_running_loop().call_later(seconds, self._advance, self._version)
 
-    def _advance(self, turn: int) -> None:
+    def _advance(self, version: int) -> None:
         """Advances the flows to this time, and waits until the next one ends."""
-        if turn != self._turn:
+        if version != self._version:
             return
         now = asyncio.get_running_loop().time()
         soon = max(SOON, ROUNDINGS * math.ulp(now))  # otherwise `now + soon` may be `now`
@@ -296,7 +307,8 @@ class Links:
             if not future.done():  # its worker may have failed
                 future.set_result(bool(has_arrived))
         flows = np.concatenate([flows[~ended], np.array(self._new, FLOW)])
-        self._flows, self._new = flows, []
+        self._flows = flows
+        self._new = []
         if not len(flows):
             return
         self._share()

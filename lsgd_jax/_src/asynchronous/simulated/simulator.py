@@ -43,7 +43,8 @@ class SimulatedMailbox(Mailbox):
         return self._awaited[key]
 
     def _tell(self, key: Hashable | None) -> None:
-        if (future := self._awaited.pop(key, None)) is not None:
+        future = self._awaited.pop(key, None)
+        if future is not None:
             future.set_result(None)
 
 
@@ -54,7 +55,9 @@ class SimulatedTransport(Transport):
 
     def __init__(self, simulation: "Simulation", index: int):
         self.position = GridPosition(index, simulation.nodes, simulation.locals)
-        self.timeout, self._simulation, self._index = simulation.timeout, simulation, index
+        self.timeout = simulation.timeout
+        self._simulation = simulation
+        self._index = index
         self.mailbox = SimulatedMailbox(simulation.method.wire, index)
 
     @functools.cached_property
@@ -81,14 +84,17 @@ class SimulatedTransport(Transport):
 
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
         """The request travels, the peer answers as soon as it can, the answer travels."""
-        simulation, me = self._simulation, self._index
+        simulation = self._simulation
+        me = self._index
         limit = self.now() + self.timeout
         is_lost = simulation.loss and simulation.random.random() < simulation.loss
         came = await simulation.links.send(me, peer, nbytes(arguments), limit)
-        key, answer = arguments[0] if call == "fetch" else None, None
+        key = arguments[0] if call == "fetch" else None
+        answer = None
         while came and not is_lost and peer not in simulation.down:
             mailbox = simulation.transports[peer].mailbox
-            if (answer := getattr(mailbox, call)(*arguments)) is not None:
+            answer = getattr(mailbox, call)(*arguments)
+            if answer is not None:
                 break
             try:
                 more = asyncio.shield(mailbox.more(key))
@@ -105,9 +111,11 @@ class SimulatedTransport(Transport):
 
     async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """The call travels to worker 0's node, waits its turn, and the answer travels."""
-        simulation, me = self._simulation, self._index
+        simulation = self._simulation
+        me = self._index
         await simulation.links.send(me, 0, 0, math.inf)
-        now, seconds = self.now(), simulation.network.coordinator
+        now = self.now()
+        seconds = simulation.network.coordinator
         # One call at a time: a call that comes while another one is served waits for it.
         simulation.served = max(now, simulation.served) + seconds
         await asyncio.sleep(simulation.served - now)
@@ -148,7 +156,8 @@ class Simulation:
     collectives: bool = False
 
     def __post_init__(self):
-        count, speeds = self.nodes * self.locals, self.speeds or Speeds()
+        count = self.nodes * self.locals
+        speeds = self.speeds or Speeds()
         self.coordinator = Coordinator(count, self.steps, self.method.period, self.timeout)
         self.links = Links(self.network, self.nodes, self.locals)
         self.seconds = [speeds.of(i, self.seed) for i in range(count)]
@@ -189,7 +198,8 @@ class Simulation:
         observe: Callable[[Worker], Any],
     ) -> Simulated:
         """Starts, drops and stops workers at their times, until all have ended."""
-        everyone, workers = range(self.nodes * self.locals), dict[int, Worker]()
+        everyone = range(self.nodes * self.locals)
+        workers = dict[int, Worker]()
         ends: list[tuple[int, asyncio.Task]] = []
         last = 0.0
 
@@ -209,7 +219,8 @@ class Simulation:
                 last = until
             self.drop(i)
 
-        lost, came = _listed(drops), _listed(joins)
+        lost = _listed(drops)
+        came = _listed(joins)
         for i in everyone:
             if i in came and not min(lost.get(i, [math.inf])) < min(came[i]):
                 self.down.add(i)
@@ -231,8 +242,10 @@ class Simulation:
 
     async def _end_of(self, ends: list[tuple[int, asyncio.Task]]) -> None:
         """Waits for the tasks of all workers that do not hang; raises their errors."""
-        still = lambda: [e for i, e in ends if not e.done() and i not in self.hung]
-        while awaited := still():
+        while True:
+            awaited = [e for i, e in ends if not e.done() and i not in self.hung]
+            if not awaited:
+                break
             done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
                 if not end.cancelled():

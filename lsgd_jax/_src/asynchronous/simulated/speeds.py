@@ -54,7 +54,8 @@ class Speeds:
     def of(self, worker: int, seed: int) -> Callable[[], float]:
         """Returns a function that draws the durations of one worker's steps."""
         random = np.random.default_rng([seed, worker])
-        mean, sigma = self.step * self.slow.get(worker, 1.0), self.lognormal
+        mean = self.step * self.slow.get(worker, 1.0)
+        sigma = self.lognormal
 
         def draw() -> float:
             seconds = mean

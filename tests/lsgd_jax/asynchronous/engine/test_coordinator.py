@@ -3,7 +3,7 @@
 import pytest
 
 from lsgd_jax._src.asynchronous.engine.coordinator import KEPT, Coordinator
-from lsgd_jax.asynchronous import Report
+from lsgd_jax.asynchronous import WorkerReport
 
 
 def test_a_step_that_is_claimed_again_counts_once_and_fast_workers_take_more():
@@ -58,7 +58,7 @@ def test_a_late_arrival_at_a_forgotten_round_is_an_error():
 def test_the_leader_is_the_best_present_worker_that_is_finite():
     c = Coordinator(workers=4, steps=9)
     for i, score in enumerate([3.0, 2.0, float("nan"), 2.0]):
-        status = c.report(i, Report(score=score))
+        status = c.report(i, WorkerReport(score=score))
     assert status.leader(range(4)) == 1 and status.leader([2]) is None
     c.leave(1)
     assert c.status().leader(range(4)) == 3
@@ -104,7 +104,7 @@ def test_a_worker_that_has_finished_is_not_waited_for_and_may_be_taken_over_from
     assert c.arrive("sum", 1, 1.0, [0, 1]) is None
     c.finish(0)
     assert c.arrive("sum", 1, 1.0, [0, 1]) == {1: 1.0}
-    status = c.report(1, Report(steps=1))
+    status = c.report(1, WorkerReport(steps=1))
     assert (status.present, status.finished) == ([1], [0])
     c.enter(0, 2)
     assert c.status().finished == []

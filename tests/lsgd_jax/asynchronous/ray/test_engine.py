@@ -31,12 +31,12 @@ from lsgd_jax.asynchronous import (
     DecoupledDiLoCo,
     Method,
     Pulls,
-    Report,
     Training,
+    WorkerReport,
     island,
     simulator,
 )
-from lsgd_jax.asynchronous.ray_engine import Options, run
+from lsgd_jax.asynchronous.ray_engine import ClusterOptions, run
 
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -128,7 +128,7 @@ def test_equals_the_simulator_also_when_it_is_resumed(devices, on_ray):
 
 def test_options_are_checked():
     with pytest.raises(ValueError, match="`timeout` must be positive, got timeout=0"):
-        Options(timeout=0)
+        ClusterOptions(timeout=0)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_every_kind_of_message_equals_the_simulator(on_ray):
     methods: dict[str, Method] = {name: Pulls(METHODS[name].make(2)) for name in ROWS}
     for name, method in {**methods, "async osgp": OSGP()}.items():
         expected = simulator.run(training()(0), method, 1, 2, 6).workers
-        found = run(training(), method, 1, 2, 6, options=Options(timeout=60)).states
+        found = run(training(), method, 1, 2, 6, options=ClusterOptions(timeout=60)).states
         for worker, state in zip(expected, found):
             for x, y in zip(*map(jax.tree.leaves, (worker.params, state["params"]))):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -181,7 +181,7 @@ class Recorded(ray_engine._Actors):
         """Loses workers when all have reported these steps."""
         status = Coordinator(2, 9)
         for i, n in enumerate(steps):
-            status.report(i, Report(steps=n))
+            status.report(i, WorkerReport(steps=n))
         self._best = list(map(max, self._best, steps))
         self._runs = {ref: i for ref, i in self._runs.items() if i not in workers}
         self._restart(dict.fromkeys(workers, ValueError()), status.status())
@@ -190,7 +190,7 @@ class Recorded(ray_engine._Actors):
 @pytest.fixture
 def recorded(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda actor: None)
-    return Recorded(Mock(), Options(), [None, None], Mock())
+    return Recorded(Mock(), ClusterOptions(), [None, None], Mock())
 
 
 def test_a_lost_worker_is_restarted_and_all_are_if_no_other_can_go_on(recorded):
@@ -241,7 +241,7 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray, method):
 
     watching = Watching(act)
     timeout = 2 * TIMEOUT  # in which the new process starts, even if the machine is busy
-    options = Options(timeout=timeout)
+    options = ClusterOptions(timeout=timeout)
     out = run(make, method, 1, 3, 10**5, options=options, on_status=watching)
     assert out.stopped and out.restarts == [0, 1, 0]
     assert [s for s in watching.seen if s.present == [0, 2]]
@@ -288,7 +288,7 @@ def test_no_worker_waits_longer_than_the_timeout_for_one_that_hangs(on_ray, hang
 
     stopped, watching = [], Watching(act)
     step = fault_at(21, lambda: time.sleep(1000)) if hangs == "hung" else pause
-    options = Options(timeout=TIMEOUT, stall=30 if hangs == "hung" else 1000)
+    options = ClusterOptions(timeout=TIMEOUT, stall=30 if hangs == "hung" else 1000)
     out = run(training(step), method, 1, 3, 10**5, options=options, on_status=watching)
     assert (out.restarts[1] > 0) == (hangs == "hung")
     assert [s for s in watching.seen if s.present == [0, 2]]
@@ -305,7 +305,7 @@ def test_a_run_that_is_stopped_while_a_worker_hangs_ends_without_it(on_ray):
             stopped.append(time.monotonic())
             remote.stop()
 
-    options = Options(timeout=3.0, stall=1000)
+    options = ClusterOptions(timeout=3.0, stall=1000)
     method = lj.asynchronous.LSGD(0.1, 0.1, 4, 8)
     out = run(training(pause), method, 1, 3, 10**5, options=options, on_status=act)
     assert out.stopped and time.monotonic() - stopped[0] < 30
@@ -343,7 +343,7 @@ def test_after_the_loss_of_all_workers_the_run_goes_on_from_a_checkpoint(on_ray)
                 os.kill(pid, signal.SIGKILL)
 
     killed, restore = [], half.states.__getitem__
-    options = Options(timeout=TIMEOUT)
+    options = ClusterOptions(timeout=TIMEOUT)
     out = run(
         training(pause),
         BUDGET,

@@ -8,19 +8,30 @@ from typing import Any
 import lsgd_jax as lj
 from train.config import methods as trained
 from train.planning import engine, laws
-from train.planning.candidates import ASYNCHRONOUS, Candidate, Method, asynchronous, methods
+from train.planning.candidates import (
+    ASYNCHRONOUS,
+    Candidate,
+    MethodVariant,
+    asynchronous,
+    methods,
+)
 from train.planning.links import WIRES, Link
 from train.planning.unequal import Unequal
 
 
-INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"
-KNOWN = 32, 96  # periods near those with a law, 30 and 100, that fragments divide
-LONGEST, RARELY = 1024, 10  # the longest period, and the fewest exchanges of a run
+# The levels of a network.
+INSIDE = "inside the node"
+ACROSS = "across nodes"
+ALL = "all workers"
+
+KNOWN = (32, 96)  # periods near those with a law, 30 and 100, that fragments divide
+LONGEST = 1024  # the longest period
+RARELY = 10  # the fewest exchanges of a run
 SPARSE = 32  # the shortest period of sparse-diloco; its default is 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Scenario:
     """The training to plan for.
 
     Attributes:
@@ -78,20 +89,21 @@ class Setting:
             ]
         return sorted(found, key=lambda x: x.seconds)  # stable: the simplest first
 
-    def _with_periods(self, method: Method, share: float) -> Iterator[Candidate]:
+    def _with_periods(self, method: MethodVariant, share: float) -> Iterator[Candidate]:
         if method.name == "allreduce":
             yield self._of_equals(method, (1,))
             return
         if method.name == "diloco" and self.tokens is not None:
             for period in KNOWN:
-                yield (found := self._of_equals(method, (period,)))
+                found = self._of_equals(method, (period,))
+                yield found
                 if found.share <= share:
                     return
         periods = self._shortest(method, share)
         if method.name != "diloco" or self.tokens is None or periods[0] > KNOWN[-1]:
             yield self._of_equals(method, periods)
 
-    def _shortest_free(self, method: Method) -> int:
+    def _shortest_free(self, method: MethodVariant) -> int:
         """The shortest period from a law's on for which the link is fast enough.
 
         All workers exchange once in a period: each sends anchor and momentum to another.
@@ -101,51 +113,66 @@ class Setting:
         seconds = size / self.widest.network.bandwidth
         return min(power_of_two(max(KNOWN[0], seconds / step)), LONGEST)
 
-    def _shortest(self, method: Method, share: float) -> tuple[int, ...]:
+    def _shortest(self, method: MethodVariant, share: float) -> tuple[int, ...]:
         """The shortest periods with which workers wait at most this share of the time.
 
         LSGD's levels get half of the time each, and the outer period is not shorter. A
         fragment is due after more steps than the delay.
         """
-        least, levels = method.fragments * (1 + method.delay), 1 + (method.name == "lsgd")
-        least = max(least, SPARSE * (method.wire == "sparse"))
-        one, periods = self._of_equals(method, (least,) * levels), []
+        levels = 2 if method.name == "lsgd" else 1
+        least = method.fragments * (1 + method.delay)
+        if method.wire == "sparse":
+            least = max(least, SPARSE)
+        one = self._of_equals(method, (least,) * levels)
         most = LONGEST
         while one.steps is not None and most > max(1, one.steps // RARELY):
             most //= 2
         allowed = share / (1 - share) * one.step
+        periods = []
         for seconds, _ in one.exchanges:
             each = len(one.exchanges) * method.fragments * one.exposed(seconds)
             least = max(least, power_of_two(min(each / allowed, most)))
             periods.append(least)
-        return tuple(periods[-1:] * (levels - len(periods)) + periods)
+        if len(periods) < levels:  # the grid has one level, and LSGD has both pulls in it
+            return (least, least)
+        return tuple(periods)
 
-    def candidate(self, method: Method, periods: tuple[int, ...]) -> Candidate:
+    def candidate(self, method: MethodVariant, periods: tuple[int, ...]) -> Candidate:
         """A method with these periods."""
         return self._simulated(self._of_equals(method, periods))
 
-    def _of_equals(self, method: Method, periods: tuple[int, ...]) -> Candidate:
+    def _of_equals(self, method: MethodVariant, periods: tuple[int, ...]) -> Candidate:
         """A method with these periods, among workers that do not differ."""
         step, steps, settings = self._pace(method, periods[-1])
         exchanges, sent, peak = self._exchanges(method, periods)
         if self.tokens is None:
             loss = laws.none("the number of tokens is not known")
         else:
-            given = self.parameters, self.tokens, self.replicas
-            loss = laws.loss(*given, method.name, periods[-1])
-        timed = method, periods, exchanges, sent, peak, step, steps, settings, loss
-        hides = self.hides.get(method.wire != "float32", 1.0)
-        return Candidate(*timed, hides=hides)
+            loss = laws.loss(
+                self.parameters, self.tokens, self.replicas, method.name, periods[-1]
+            )
+        return Candidate(
+            method=method,
+            periods=periods,
+            exchanges=exchanges,
+            sent=sent,
+            peak=peak,
+            step=step,
+            steps=steps,
+            settings=settings,
+            loss=loss,
+            hides=self.hides.get(method.wire != "float32", 1.0),
+        )
 
     def _pace(
-        self, method: Method, period: int
+        self, method: MethodVariant, period: int
     ) -> tuple[float, int | None, Mapping[str, float]]:
         """Seconds of a step, number of steps, and settings that laws have."""
         settings: dict[str, float] = {}
         if self.tokens is not None:
-            given = self.parameters, self.replicas, method.name, period
-            settings = laws.settings(*given)
-            settings["batch"] = self.batch or settings["batch"]
+            settings = laws.settings(self.parameters, self.replicas, method.name, period)
+            if self.batch is not None:
+                settings["batch"] = self.batch
         if self.flops is None:
             assert self.step is not None
             return self.step, self.steps, settings
@@ -155,63 +182,86 @@ class Setting:
         return total / steps, steps, settings
 
     def _exchanges(
-        self, method: Method, periods: tuple[int, ...]
+        self, method: MethodVariant, periods: tuple[int, ...]
     ) -> tuple[tuple[tuple[float, int], ...], float, float]:
         """The exchanges of a method, and a worker's bytes per step and in one of them."""
         if method.name in ASYNCHRONOUS:
             return (), 0.0, 0.0
         if method.name == "lsgd":
-            levels = self.links.get(INSIDE), self.widest
+            kind = "leader"
+            levels = (self.links.get(INSIDE), self.widest)
             uses = [(x, p) for x, p in zip(levels, periods) if x is not None]
         else:
+            kind = "mean"
             uses = [(self.widest, periods[0])]
-        kind = "leader" if method.name == "lsgd" else "mean"
-        exchanges, sent, peak = [], 0.0, 0.0
+        exchanges = []
+        sent = 0.0
+        peak = 0.0
         for link, period in uses:
             each = link.seconds(kind, self.parameters, method.wire, method.fragments)
             exchanges.append((each, period // method.fragments))
             whole = link.sent(self.parameters, method.wire)
-            sent, peak = sent + whole / period, max(peak, whole / method.fragments)
+            sent += whole / period
+            peak = max(peak, whole / method.fragments)
         return tuple(exchanges), sent, peak
 
     def _simulated(self, found: Candidate) -> Candidate:
         """The candidate at the pace that the engine finds, where workers differ."""
         if self.unequal is None:
             return found
-        method, period = found.method, found.periods[-1]
-        inside = self.links[INSIDE].workers if INSIDE in self.links else 1
-        given = (self.replicas // inside, inside), found.step, self.unequal
-        sent, peak = found.sent, found.peak
-        if method.name in ASYNCHRONOUS:
-            options: dict[str, Any] = {"local_steps": period, "wire": method.wire}
-            if method.fragments > 1:
-                options["fragments"] = method.fragments
-            running = trained.make(method.name, **options).asynchronous()
-            network, size = self._network, self.parameters
-            pace = engine.free_running(running, period, network, size, *given)
-            sent = 4 * size * pace.sent
-            peak = 4 * size * pace.peak
+        locals = self.links[INSIDE].workers if INSIDE in self.links else 1
+        grid = (self.replicas // locals, locals)
+        if found.method.name in ASYNCHRONOUS:
+            pace = engine.free_running(
+                _running(found),
+                found.periods[-1],
+                self._network,
+                self.parameters,
+                grid,
+                found.step,
+                self.unequal,
+            )
+            nbytes = 4 * self.parameters
+            simulated = dataclasses.replace(
+                found, pace=pace, sent=nbytes * pace.sent, peak=nbytes * pace.peak
+            )
         else:
-            pace = engine.lock_step(_timed(found), *given)
+            pace = engine.lock_step(_timed(found), grid, found.step, self.unequal)
+            simulated = dataclasses.replace(found, pace=pace)
         self.tell(found.name)
-        return dataclasses.replace(found, pace=pace, sent=sent, peak=peak)
+        return simulated
 
     @property
     def _network(self) -> lj.asynchronous.Network:
         """The links across and inside nodes."""
-        near, network = self.links.get(INSIDE, self.widest).network, self.widest.network
-        inside = near.bandwidth, near.latency
-        return lj.asynchronous.Network(network.bandwidth, network.latency, *inside)
+        across = self.widest.network
+        inside = self.links.get(INSIDE, self.widest).network
+        return lj.asynchronous.Network(
+            across.bandwidth, across.latency, inside.bandwidth, inside.latency
+        )
 
 
-def _timed(found: Candidate) -> list[engine.Exchange]:
+def _running(found: Candidate) -> lj.asynchronous.Method:
+    """The asynchronous method of a candidate."""
+    options: dict[str, Any] = {
+        "local_steps": found.periods[-1],
+        "wire": found.method.wire,
+    }
+    if found.method.fragments > 1:
+        options["fragments"] = found.method.fragments
+    return trained.make(found.method.name, **options).asynchronous()
+
+
+def _timed(found: Candidate) -> list[engine.TimedExchange]:
     """The exchanges of a candidate in lock step. All but the last are inside a node."""
     delay = found.method.delay
     inside = [("local",)] * (len(found.exchanges) - 1)
-    return [
-        engine.Exchange(seconds if delay else found.exposed(seconds), every, delay, axes)
-        for (seconds, every), axes in zip(found.exchanges, [*inside, ("node", "local")])
-    ]
+    timed = []
+    for (seconds, every), axes in zip(found.exchanges, [*inside, ("node", "local")]):
+        if not delay:
+            seconds = found.exposed(seconds)
+        timed.append(engine.TimedExchange(seconds, every, delay, axes))
+    return timed
 
 
 def power_of_two(least: float) -> int:

@@ -1,4 +1,4 @@
-"""train.planning.setting against 48 runs that others measured.
+"""train.planning.scenario against 48 runs that others measured.
 
 measured_runs.csv has the runs of Adnan082/diloco-measured (Apache-2.0, commit 07b7885):
 the period, the bandwidth that was asked for and the one that iperf found, the milliseconds
@@ -9,9 +9,9 @@ import csv
 import pathlib
 import statistics
 
-from train.planning.candidates import Method
+from train.planning.candidates import MethodVariant
 from train.planning.links import Link
-from train.planning.setting import ALL, Setting
+from train.planning.scenario import ALL, Scenario
 
 
 RUNS = pathlib.Path(__file__).parent / "measured_runs.csv"
@@ -21,8 +21,8 @@ WORKERS, PARAMETERS = 4, 30_846_720
 
 def planned(period, mbit, step_ms):
     link = Link.of(mbit, 0.1, WORKERS)
-    setting = Setting(PARAMETERS, {ALL: link}, step=step_ms / 1e3)
-    return 1 - setting.candidate(Method("diloco"), (int(period),)).share
+    scenario = Scenario(PARAMETERS, {ALL: link}, step=step_ms / 1e3)
+    return 1 - scenario.candidate(MethodVariant("diloco"), (int(period),)).share
 
 
 def test_utilizations_of_48_runs_of_others():
