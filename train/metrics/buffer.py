@@ -1,5 +1,6 @@
 """Losses and diagnostics of training, kept on the devices until reading them is free."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -57,7 +58,8 @@ class MetricsBuffer:
 
     Args:
       workers: the grid.
-      opt_state: the optimizers' state, which says when leaders are elected.
+      opt_state: the optimizers' state.
+      method: the pulls in it, which say when leaders are elected, or None.
       recent: receives the losses when they are read.
       step: the step from which the run continues.
       losses: [W] each, the losses of the current interval up to `step`.
@@ -73,6 +75,7 @@ class MetricsBuffer:
         workers: lj.Workers,
         opt_state: Any,
         recent: RecentLosses,
+        method: lj.Exchange | None = None,
         step: int = 0,
         losses: Sequence[Sequence[float]] = (),
         closes: Callable[[int], int] = lambda step: step,
@@ -80,7 +83,7 @@ class MetricsBuffer:
         self.recent = recent
         self.read = step
         self._workers = workers
-        self._diagnose = jax.jit(lj.diagnostics)
+        self._diagnose = jax.jit(functools.partial(lj.diagnostics, method=method))
         self._wait = jax.jit(lj.waiting)
         pulls = workers.fetch(self._diagnose(opt_state))
         self._last = pulls

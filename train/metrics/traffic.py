@@ -9,12 +9,18 @@ import lsgd_jax as lj
 
 
 def schedules(diagnostics: Iterable[lj.Diagnostics]) -> list[tuple[int, ...]]:
-    """The schedule of each pull after the latest step: (every, sends_at, payload, count).
+    """The messages of each pull up to the latest step: (every, first, payload, count).
 
-    Each worker sends `payload` bytes at steps t ≡ sends_at (mod every). `count` is the
-    number of such steps so far.
+    Each worker sends `payload` bytes every so many steps, `count` times from step `first`
+    on; 0 stands for the end of the first period. A pull whose period changes has several.
     """
-    return [(x.period, x.sends_at, x.payload, x.exchanges) for x in diagnostics]
+    found = []
+    for pull in diagnostics:
+        runs = [(pull.period, pull.sends_at, pull.exchanges)]
+        if pull.schedule is not None:
+            runs = pull.schedule.sending(pull.exchanges)
+        found += [(every, first, pull.payload, count) for every, first, count in runs]
+    return found
 
 
 def per_step(pulls: Iterable[Sequence[int]], steps: int) -> np.ndarray:
@@ -28,9 +34,8 @@ def per_step(pulls: Iterable[Sequence[int]], steps: int) -> np.ndarray:
     [5, 0, 85, 0, 5, 80, 0]
     """
     sent = np.zeros(steps + 1, np.int64)
-    for every, sends_at, payload, count in pulls:
-        first = sends_at or every
-        sent[first::every][:count] += payload
+    for every, first, payload, count in pulls:
+        sent[first or every :: every][:count] += payload
     return sent[1:]
 
 

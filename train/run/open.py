@@ -93,6 +93,8 @@ class Run:
             experiment.workers,
             start.state.opt_state,
             start.recent,
+            # Asynchronous workers have no method of a step.
+            getattr(experiment, "method", None),
             start.step,
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),

@@ -13,6 +13,7 @@ from lsgd_jax._src.exchange import traffic
 from lsgd_jax._src.exchange.aggregate import AggregateState
 from lsgd_jax._src.exchange.agreement import names
 from lsgd_jax._src.exchange.fragments import each_of
+from lsgd_jax._src.exchange.schedule import Schedule
 from lsgd_jax._src.exchange.step import ExchangeState
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.shared import WORKER_AXES
@@ -49,6 +50,7 @@ class Diagnostics:
         since the last one with a target. At 2 or more the workers train on alone; None for
         an aggregation.
       leaves: the paths of what is compared, and 'target' for the last target of the pull.
+      schedule: when the pull sends, if `diagnostics` was told the method; otherwise None.
     """
 
     steps: Array
@@ -63,6 +65,7 @@ class Diagnostics:
     leaf: Array | None = None
     dropped_in_a_row: Array | None = None
     leaves: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
         """One line of plain numbers, read without communication.
@@ -112,11 +115,16 @@ class Diagnostics:
         return traffic.total(self.traffic.bytes_sent.value)
 
     def is_due(self, step: int) -> bool:
-        """Whether the workers communicate at this step, t = 1, 2, …."""
+        """Whether the workers communicate at this step, t = 1, 2, ….
+
+        Without a `schedule` this is about steps with the present period.
+        """
+        if self.schedule is not None:
+            return bool(self.schedule.sends(step))
         return step % self.period == self.sends_at
 
 
-def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
+def diagnostics(opt_state: Tree, method: Any = None) -> tuple[Diagnostics, ...]:
     """Returns counters of each pull or aggregation of an optimizer, in chain order.
 
     Reads the state that `Workers.map` returns. Under `jax.jit` the counters are copied, so
@@ -124,6 +132,11 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
 
     Args:
       opt_state: the state of a chain with `lsgd` or other methods, leaves [W, ...].
+      method: the method that pulls in this chain, if its period changes or begins late:
+        `Diagnostics.is_due` then knows all of its steps.
+
+    Raises:
+      ValueError: the state is not that of the method.
 
     Returns:
       One `Diagnostics` per pull; for `lsgd` the local level, then the global one.
@@ -137,18 +150,27 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
     >>> [(level.axes, level.period) for level in lj.diagnostics(state)]
     [(('local',), 2), (('node', 'local'), 4)]
     """
+    pulls = () if method is None else method.pulls
+    schedules = [each.schedule for pull in pulls for each in pull.each]
     found = []
     for node in states_of(opt_state):
         if isinstance(node, AggregateState):
             found.append(_of(node, node, None))
-        else:
-            lead = jnp.ndim(node.count.value)
-            each = (pull for state in node.pulls for pull in each_of(state, lead))
-            found += [_of(node, pull, pull.rule) for pull in each]
+            continue
+        lead = jnp.ndim(node.count.value)
+        states = [each for state in node.pulls for each in each_of(state, lead)]
+        known = schedules if method is not None else [None] * len(states)
+        if len(known) != len(states):
+            raise ValueError(
+                f"`method` must be that of the state, which has {len(states)} pulls and "
+                f"fragments, got a method with {len(known)}"
+            )
+        for pull, schedule in zip(states, known):
+            found.append(_of(node, pull, pull.rule, schedule))
     return tuple(found)
 
 
-def _of(node, pull, rule) -> Diagnostics:
+def _of(node, pull, rule, schedule=None) -> Diagnostics:
     agreement = getattr(pull, "agreement", None) or None
     place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
     # A user's own vmap has stacked values that are equal on all workers.
@@ -166,6 +188,7 @@ def _of(node, pull, rule) -> Diagnostics:
         leaf=agreement and agreement.leaf,
         dropped_in_a_row=getattr(pull, "dropped_in_a_row", None),
         leaves=names(pull) if agreement else (),
+        schedule=schedule,
     )
 
 

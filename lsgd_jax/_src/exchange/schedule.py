@@ -306,7 +306,7 @@ class Schedule:
         """The index of the fragment that agrees about step t."""
         return self._index(t, self._agrees_at)
 
-    def sending(self, t: Any) -> Any:
+    def departing(self, t: Any) -> Any:
         """The index of the fragment whose message leaves at step t."""
         return self._index(t, self._sends_at)
 
@@ -336,6 +336,26 @@ class Schedule:
         every, _ = self.current(self.after + 1)
         first = min(at or every for at in self._agrees_at(every))
         return self.after + first + self.delay
+
+    def sending(self, count: int) -> list[tuple[int, int, int]]:
+        """The steps of the first `count` messages of a pull without fragments.
+
+        Returns:
+          Runs (period, first step, number of messages), each with one period.
+        """
+        runs = []
+        begins = [self.after, *(t for t in self.changes if t > self.after)]
+        for begin, end in zip(begins, [*begins[1:], None]):
+            every, _ = self.current(begin + 1)
+            (at,) = self._sends_at(every)
+            first = begin + (at or every)
+            if not self.sends(first):  # there is nothing to send yet
+                first += every
+            number = count if end is None else len(range(first, end + 1, every))
+            number = min(number, count)
+            runs.append((every, first, number))
+            count -= number
+        return runs
 
     def communicates(self, t: Any) -> tuple[Any, Any]:
         """(τ, at): around step t messages leave at steps ≡ at (mod τ).

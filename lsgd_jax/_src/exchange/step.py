@@ -106,7 +106,7 @@ class Step:
         slot = self._slots[k]
 
         def send(states: PullState) -> PullState:
-            acting = slot.acting(slot.pull.schedule.sending, self._common, x)
+            acting = slot.acting(slot.pull.schedule.departing, self._common, x)
             like = parts.select(acting.pull.part, x)
             state = acting.take(states)
             after, self._sent[k] = kernel.send_pending(

@@ -50,7 +50,7 @@ def test_acts_are_those_of_the_definition(name):
     schedule = SCHEDULES[name]
     expected = by_definition(schedule)
     acts = schedule.agrees, schedule.sends, schedule.lands
-    which = schedule.agreeing, schedule.sending, schedule.landing
+    which = schedule.agreeing, schedule.departing, schedule.landing
     ts = jnp.array(STEPS)
     for due, act, index in zip(expected, acts, which):
         found = [bool(act(t)) for t in STEPS]
@@ -74,6 +74,16 @@ def test_exchanges_are_numbered_by_their_period(name):
             assert schedule.end_of(before) == t
             every, since = schedule.current(t)
             assert (t - since) % every == 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_come_in_runs_of_one_period(name):
+    for i in range(len(SCHEDULES[name].offsets)):
+        schedule = SCHEDULES[name].of(i)
+        expected = [t for t in STEPS if schedule.sends(t)]
+        runs = schedule.sending(len(expected))
+        found = [range(first, first + every * n, every) for every, first, n in runs]
+        assert [t for steps in found for t in steps] == expected
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -174,6 +184,11 @@ def test_local_sgd_with_a_growing_period_against_numpy(delay, form):
     (level,) = lj.diagnostics(workers.fetch(state))
     assert level.exchanges == 4 and not level.misplaced.any()
     assert level.period == 4 and level.is_due(14) == (delay == 0)
+    (level,) = lj.diagnostics(workers.fetch(state), method)
+    due = [t for t in range(1, 15) if level.is_due(t)]
+    assert due == [t - delay + (delay > 0) for t in (3, 6, 10, 14)]
+    with pytest.raises(ValueError, match="`method` must be that of the state, which has 1"):
+        lj.diagnostics(state, lj.lsgd())
 
 
 def test_workers_train_alone_before_the_first_period():
