@@ -8,10 +8,6 @@ from outside import ROOT
 
 PACKAGES = "lsgd_jax", "train", "paper"
 
-# Names that a class in `lsgd_jax/_src/exchange` still shares with another one. A name
-# leaves the list when that class is renamed, and the test says so.
-SHARED = {"Agreement", "Plan", "Pulls", "Run"}
-
 
 def files_of_classes():
     """Returns for each class name the files that define it."""
@@ -27,5 +23,4 @@ def files_of_classes():
 def test_each_class_name_stands_once():
     files = files_of_classes()
     twice = {name: where for name, where in files.items() if len(where) > 1}
-    assert not {name: twice[name] for name in twice.keys() - SHARED}
-    assert SHARED <= twice.keys(), "delete the names that stand once from SHARED"
+    assert not twice

@@ -122,5 +122,5 @@ def noloco(
     def init(params):
         return NoLoCoState(trees.widened(params), trees.zeros(params))
 
-    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=pairs.turns)
+    rule = Rule(axes, init, agree, keeps=(), reads_x=False, rounds=pairs.rounds)
     return exchange(Pull(rule, 1.0, every=period), **options)

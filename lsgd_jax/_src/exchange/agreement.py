@@ -26,7 +26,7 @@ from lsgd_jax._src.wire.collectives import MeshChannel
 from lsgd_jax._src.wire.group import Group
 
 
-class Agreement(NamedTuple):
+class Fingerprints(NamedTuple):
     """What a worker knows about its agreement with the others; per worker.
 
     Attributes:
@@ -44,17 +44,17 @@ class Agreement(NamedTuple):
     leaf: Array
 
     @classmethod
-    def start(cls) -> "Agreement":
+    def start(cls) -> "Fingerprints":
         """Returns the state before the first exchange."""
         nothing = jnp.zeros([2], jnp.uint32)
         return cls(nothing, jnp.asarray(False), jnp.int32(0), jnp.int32(-1))
 
-    def __lsgd_resized__(self) -> "Agreement":
+    def __lsgd_resized__(self) -> "Fingerprints":
         """For `resize`: the last target was that of other workers."""
         nothing = lambda x: jax.tree.map(jnp.zeros_like, x)
         return self._replace(target=nothing(self.target), differs=nothing(self.differs))
 
-    def after(self, z: Tree, found: Array) -> "Agreement":
+    def after(self, z: Tree, found: Array) -> "Fingerprints":
         """Returns the state after an exchange with the target z, equal in the group."""
         return self._replace(target=jnp.where(found, fingerprint(z), self.target))
 
@@ -79,7 +79,7 @@ def verified(group: Group, state: Any) -> Any:
     layout = axes_by_dimension(_promised(state))
     holders = [MeshChannel((*_copied_over(own, axes), *group.axes)) for own in layout]
 
-    def of_shards(held: Promised, before: Agreement) -> tuple[Promised, Agreement]:
+    def of_shards(held: Promised, before: Fingerprints) -> tuple[Promised, Fingerprints]:
         hashes = _hashes(jax.tree.leaves(held), layout, axes)
         # One hash of all leaves travels. Its lowest bit says whether a worker's own copies
         # agree, because the copies of all workers may differ in the same way.
@@ -89,8 +89,8 @@ def verified(group: Group, state: Any) -> Any:
         agrees = (rows == rows[:1]).all() & (rows[0, 1] & 1 == 1)
 
         def repair(
-            _: Any, carried: tuple[Promised, Agreement]
-        ) -> tuple[Promised, Agreement]:
+            _: Any, carried: tuple[Promised, Fingerprints]
+        ) -> tuple[Promised, Fingerprints]:
             held, before = carried
             # XLA would move what does not depend on the loop's state out of the loop.
             mine, _ = lax.optimization_barrier((hashes.of_device, before.differed))
@@ -232,7 +232,7 @@ class Promised(NamedTuple):
     Attributes:
       rule: the rule's state, of which only the shared nodes are left.
       wire: the reference of the wire format, or None.
-      target: the fingerprint of the last target, see `Agreement`.
+      target: the fingerprint of the last target, see `Fingerprints`.
     """
 
     rule: Any

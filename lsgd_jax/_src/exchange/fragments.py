@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.kernel import Pull, PullState
-from lsgd_jax._src.exchange.parts import Run
+from lsgd_jax._src.exchange.parts import LeafRun
 from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.trees import Tree
 
@@ -111,7 +111,7 @@ def _is_uniform(pull: Pull, params: Tree) -> bool:
     count = pull.fragments
     first, *others = (parts.runs_of(each.part, params) for each in pull.each)
     for i, cut in enumerate(others, 1):
-        if cut != [isinstance(run, Run) and run.at(i) for run in first]:
+        if cut != [isinstance(run, LeafRun) and run.at(i) for run in first]:
             return False
     whole = jax.tree.leaves(_like(pull, params, fragment=None))
     one = jax.tree.leaves(_like(pull, params))

@@ -30,7 +30,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.checks import check_fraction, check_option
 from lsgd_jax._src.exchange import parts
-from lsgd_jax._src.exchange.agreement import Agreement, common_start, verified
+from lsgd_jax._src.exchange.agreement import Fingerprints, common_start, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.schedule import Period, Schedule, check_schedule, taking_turns
@@ -257,7 +257,7 @@ class PullState(NamedTuple):
         its result was not finite; per worker.
       traffic: the traffic counters; shared.
       wire: a `WireState`, or () if parameters travel in float32.
-      agreement: an `Agreement` if the pull has `verify`, otherwise ().
+      agreement: an `Fingerprints` if the pull has `verify`, otherwise ().
       dropped_in_a_row: int32 scalar, how many exchanges have been dropped since the last
         one with a target; per worker.
       missed: int32 scalar, how many more targets this worker takes whole: when it was huge,
@@ -299,7 +299,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         wire=WireState.start(pull.rule.keeps or (), group, part, common_start)
         if pull.is_narrow
         else (),
-        agreement=Agreement.start() if pull.verify else (),
+        agreement=Fingerprints.start() if pull.verify else (),
         dropped_in_a_row=jnp.zeros([], jnp.int32),
         missed=jnp.zeros([], jnp.int32),
     )

@@ -108,7 +108,7 @@ def check_part(part: Part | None) -> None:
         )
 
 
-class Run(NamedTuple):
+class LeafRun(NamedTuple):
     """`size` indices from `start`, which may be an array, along an axis of a leaf."""
 
     axis: int
@@ -122,7 +122,7 @@ class Run(NamedTuple):
         indices = slice(self.start, self.start + self.size)
         return leaf[(slice(None),) * self.axis + (indices,)]
 
-    def at(self, i: Any) -> "Run":
+    def at(self, i: Any) -> "LeafRun":
         """The i-th of runs of this size."""
         return self._replace(start=i * self.size)
 
@@ -149,8 +149,8 @@ def select(part: Part | None, tree: Tree) -> Tree:
         return tree
     leaves, treedef = jax.tree.flatten(tree)
 
-    def taken(leaf: Any, run: Run | bool) -> Any:
-        if isinstance(run, Run):
+    def taken(leaf: Any, run: LeafRun | bool) -> Any:
+        if isinstance(run, LeafRun):
             return run.of(leaf)
         return leaf if run else optax.MaskedNode()
 
@@ -163,8 +163,8 @@ def put_back(part: Part | None, mine: Tree, tree: Tree) -> Tree:
         return mine
     leaves, treedef = jax.tree.flatten(tree)
 
-    def put(leaf: Any, run: Run | bool, mine: Any) -> Any:
-        if not isinstance(run, Run):
+    def put(leaf: Any, run: LeafRun | bool, mine: Any) -> Any:
+        if not isinstance(run, LeafRun):
             return mine if run else leaf
         return jax.lax.dynamic_update_slice_in_dim(
             leaf, mine.astype(leaf.dtype), run.start, run.axis
@@ -174,8 +174,8 @@ def put_back(part: Part | None, mine: Tree, tree: Tree) -> Tree:
     return jax.tree.unflatten(treedef, map(put, leaves, runs_of(part, tree), parts))
 
 
-def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
-    """The run of each leaf that is in the part: True for all of it, False, or a `Run`.
+def runs_of(part: Part | None, tree: Tree) -> list[LeafRun | bool]:
+    """The run of each leaf that is in the part: True for all of it, False, or a `LeafRun`.
 
     Raises:
       ValueError: see `select`.
@@ -185,7 +185,7 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
         return [True] * len(jax.tree.leaves(tree))
     if isinstance(part, Fragment) and isinstance(part.index, jax.Array):
         first = _runs_of_fragment(part._replace(index=0), tree)  # all are alike
-        return [isinstance(run, Run) and run.at(part.index) for run in first]
+        return [isinstance(run, LeafRun) and run.at(part.index) for run in first]
     if isinstance(part, Fragment):
         return _runs_of_fragment(part, tree)
     held = taken(part, tree)
@@ -223,7 +223,7 @@ def cuts_all(fragment: Fragment) -> bool:
     return all(any(_is_under(path, at) for at in axes) for path in part)
 
 
-def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
+def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[LeafRun | bool]:
     """Orders leaves and layers in a row, of which every fragment takes a run.
 
     A stack of layers comes after the leaves that precede it. Without `scan_axis`, the row
@@ -244,13 +244,13 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
     row = _row(leaves, inside, axes)
     owners = dict(zip(row, _owners([*row.values()], fragment.count)))
 
-    def run(i: int, leaf: Any) -> Run | bool:
+    def run(i: int, leaf: Any) -> LeafRun | bool:
         axis, stack = axes[i]
         if axis is None or not inside[i]:
             return owners.get(i) == fragment.index
         layers = leaf.shape[axis]
         mine = [k for k in range(layers) if owners[stack, layers, k] == fragment.index]
-        return Run(axis, mine[0], len(mine)) if mine else False
+        return LeafRun(axis, mine[0], len(mine)) if mine else False
 
     return [run(i, leaf) for i, (_, leaf) in enumerate(leaves)]
 

@@ -82,7 +82,7 @@ def rounds_of(pull: Pull, sizes: Sizes | None) -> tuple[int, ...]:
         raise ValueError(
             f"`sizes` must have the axis {missing[0]!r} of the method, got {dict(sizes)}"
         )
-    return pull.rule.turns(math.prod(known[axis] for axis in axes))
+    return pull.rule.rounds(math.prod(known[axis] for axis in axes))
 
 
 def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase:
@@ -231,7 +231,7 @@ class Known(NamedTuple):
             due = pull.schedule.at(t)
             differ += [act != is_due for act, is_due in zip(acts[:3], due)]
             if acts.round is not None:
-                rounds = pull.rule.turns(Group(pull.rule.axes).size)
+                rounds = pull.rule.rounds(Group(pull.rule.axes).size)
                 if acts.round not in rounds:
                     known = ", ".join(map(str, sorted({*rounds}))) or "no rounds"
                     raise ValueError(

@@ -11,6 +11,7 @@ from jax import Array
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_axes, check_option
+from lsgd_jax._src.moved import renamed_argument
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.group import Group
@@ -83,7 +84,7 @@ class Rule(ByValue):
         without one.
       is_common: whether z is bit-identical on all workers of the group, and not part of a
         `Shared` in the state. `verify` then compares it, see `Pull`.
-      turns: W -> for each of its exchanges in turn the round of its graph, after which it
+      rounds: W -> for each of its exchanges in order the round of its graph, after which it
         starts over; () if no program depends on the round. With the sizes of the axes a
         phase names the round, see `Group.round_of`. Defaults to a rule without rounds.
       summable: (group, y, state) -> bool scalar, with the state of the pull: whether the
@@ -110,10 +111,13 @@ class Rule(ByValue):
     is_common: bool = False
     summable: Callable[[Group, Tree, Any], Any] = fits_in_sums
     commits: bool = False
-    turns: Callable[[int], tuple[int, ...]] = lambda size: ()
+    rounds: Callable[[int], tuple[int, ...]] = lambda size: ()
 
     def __post_init__(self):
         check_axes(self.axes)
+
+
+Rule.__init__ = renamed_argument(turns="rounds")(Rule.__init__)
 
 
 @by_value

@@ -63,7 +63,7 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
         return blend(y, own, sums, mass, error, mass), takes_part | (mass > 0), state
 
     rounds = phase_rounds_on(graph)
-    return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False, turns=rounds)
+    return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False, rounds=rounds)
 
 
 def weight_dtype(params: Tree) -> Any:

@@ -141,7 +141,7 @@ def pairwise(
         return PairwiseState(jnp.zeros([], weight_dtype(params)))
 
     rounds = phase_rounds_on(graph)
-    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, turns=rounds)
+    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False, rounds=rounds)
     return exchange(Pull(rule, 1.0), **options)
 
 
@@ -246,7 +246,7 @@ def gosgd(
         return SumWeightState(jnp.ones([], weight_dtype(params)))
 
     rounds = phase_rounds_on(graph)
-    rule = Rule(axes, init, agree, keeps=(), reads_x=False, turns=rounds)
+    rule = Rule(axes, init, agree, keeps=(), reads_x=False, rounds=rounds)
     return exchange(Pull(rule, 1.0), **options)
 
 

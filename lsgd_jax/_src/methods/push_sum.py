@@ -191,4 +191,4 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
             z = jax.tree.map(add_step, z, x, y)
         return z, takes_part | (mass > 0), PushSumState(weight, tuple(in_flight))
 
-    return Rule(axes, init, agree, step, keeps=(), turns=phase_rounds_on(graph))
+    return Rule(axes, init, agree, step, keeps=(), rounds=phase_rounds_on(graph))

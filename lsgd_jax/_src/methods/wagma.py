@@ -71,7 +71,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     def rounds(size: int) -> tuple[int, ...]:
         return phase_rounds(list(map(tuple, hops_of(group_size, size))), size)
 
-    return Rule(axes, init, agree, keeps=(), reads_x=False, turns=rounds)
+    return Rule(axes, init, agree, keeps=(), reads_x=False, rounds=rounds)
 
 
 def check_group_size(group_size: int) -> None:
