@@ -135,7 +135,10 @@ class Pull:
             )
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and are_equal(vars(self), vars(other))
+        if not isinstance(other, Pull):
+            return False
+        names = [field.name for field in dataclasses.fields(Pull)]
+        return all(are_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     def __hash__(self) -> int:
         # `part` and `strength` are left out: a list of paths and an array have no hash.
@@ -146,13 +149,13 @@ class Pull:
         """Whether the parameters are encoded for the wire."""
         return Wire.of(self.wire).is_narrow
 
-    @property
+    @functools.cached_property
     def schedule(self) -> Schedule:
         """When it agrees, sends and lands."""
         offsets = taking_turns(self.every, self.offset, self.fragments)
         return Schedule(self.every, offsets, self.delay, self.after)
 
-    @property
+    @functools.cached_property
     def each(self) -> tuple["Pull", ...]:
         """The pulls of its fragments."""
         if self.fragments == 1:

@@ -6,6 +6,7 @@ is part of a program, so on a graph that changes with the exchange a phase also 
 round, if it is told the sizes of the axes: then a program holds one round, not all of them.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +64,9 @@ class Phase(NamedTuple):
 
 QUIET = Phase()
 
+# A host asks at every step.
+_programs = functools.lru_cache(maxsize=64)(slots_of)
+
 
 def rounds_of(pull: Pull, sizes: Sizes | None) -> tuple[int, ...]:
     """The rounds that phases name, by exchange; () if they name none.
@@ -97,7 +101,7 @@ def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase
     """
     sends, lands, records = [], [], []
     rounds: list[int | None] = []
-    for slot in slots_of(pulls):
+    for slot in _programs(tuple(pulls)):
         acts = slot.pull.schedule.at(t)
         if acts.sends:
             sends.append(slot.number)
@@ -186,7 +190,7 @@ class Known(NamedTuple):
             raise ValueError(f"pass `due` or `phase`, got {due=}, {phase=}")
         if not isinstance(phase, Phase):
             raise ValueError(f"`phase` must be what `phase(step)` returned, got {phase=!r}")
-        count = slots_of(pulls)[-1].number + 1 if pulls else 0
+        count = _programs(tuple(pulls))[-1].number + 1 if pulls else 0
         for k in itertools.chain(*phase[:3]):
             if not isinstance(k, int):
                 raise ValueError(
@@ -225,7 +229,7 @@ class Known(NamedTuple):
         if self.phase is None:
             return False
         differ: list[Any] = []
-        slots = slots_of(pulls)
+        slots = _programs(tuple(pulls))
         for slot, acts in zip(slots, self.acts(slots, t)):
             pull = slot.pull
             due = pull.schedule.at(t)

@@ -383,6 +383,8 @@ class Schedule:
     def _is_at(self, t: Any, steps: Callable[[Any], tuple[Any, ...]]) -> Any:
         """Whether step t is one of these; the Python value True if it always is."""
         every, since = self.current(t)
+        if isinstance(t, int):
+            return t > self.after and (t - since) % every in steps(every)
         due = any_of(*(_is_due(t, since, every, at) for at in steps(every)))
         return due if self.after == 0 else due & (t > self.after)
 
