@@ -113,6 +113,12 @@ METHODS = {
         alone=False,
         rounds=lambda W: (1, 1),
     ),
+    "palsgd": Method(
+        lambda W, **k: lj.contrib.palsgd(2, 0.1, 0.4, 2.0, optax.sgd(0.5, 0.5), **k),
+        due=2,
+        alone=False,
+        lock_step=True,
+    ),
     "noloco": Method(
         lambda W, **k: lj.contrib.noloco(2, topology=graph.matchings(W, rounds=2), **k),
         due=2,

@@ -15,11 +15,12 @@ from lsgd_jax._src.aot.memory import Memory
 from lsgd_jax._src.aot.pod import Pod
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer
-from lsgd_jax._src.exchange.phases import Phase, Sizes, cycle_of
+from lsgd_jax._src.exchange.phases import Phase, Sizes, cycle_of, skips_of
 
 
 LATENCY_INSIDE = 1e-6  # seconds of a collective inside a slice or host
 LONGEST = 10**6  # steps over which phases are counted
+DRAWN = 10**4  # at least, where steps without a gradient are drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,6 +408,9 @@ def shares_of(
     exchange = method.method if isinstance(method, Outer) else method
     begin = max((t for pull in exchange.pulls for t in pull.schedule.changes), default=0)
     period = cycle_of(exchange.pulls, sizes, begin + 1)
+    if skips_of(exchange.pulls):
+        # Steps without a gradient do not start over: their share is that of many steps.
+        period *= -(-DRAWN // period)
     phases: dict[Any, float | None] = dict.fromkeys(method.phases(sizes))
     if period <= LONGEST:
         seen = collections.Counter(

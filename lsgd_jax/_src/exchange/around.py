@@ -108,16 +108,37 @@ class Around:
         results = self._step(state.state, *args, **named)
         given = [level for level in self._levels if level._result is not None]
         place = (given or self._levels)[0]._place(results, state.state)
-        after = at(results, place)
+        losses = [level._loss_of(results, place) for level in self._levels]
+        after = self._exchanged(at(results, place), before, losses, phases)
+        return put(results, place, after)
+
+    def skip(self, state: AroundState, *, phase: Any = None) -> AroundState:
+        """Returns the state after a step without a gradient: the step is not called.
+
+        Args:
+          state: from `init` or the last call.
+          phase: what `phase(t)` returned.
+        """
+        phases = self._each("phase", phase)
+        before = self._each("state", state.outer)
+        return self._exchanged(state.state, before, [None] * len(before), phases)
+
+    def _exchanged(
+        self,
+        state: Tree,
+        before: Sequence[OuterState],
+        losses: Sequence[Any],
+        phases: Sequence[Any],
+    ) -> AroundState:
+        """The program's state after all methods, the inner ones first."""
         own = []
-        for level, outer_state, phase in zip(self._levels, before, phases):
-            loss = level._loss_of(results, place)
-            params, outer_state = level._own.step(
-                level._params(after), outer_state, loss=loss, phase=phase
+        for level, of_outer, loss, phase in zip(self._levels, before, losses, phases):
+            params, of_outer = level._own.step(
+                level._params(state), of_outer, loss=loss, phase=phase
             )
-            after = level._with_params(after, params)
-            own.append(outer_state)
-        return put(results, place, AroundState(after, self._joined(own)))
+            state = level._with_params(state, params)
+            own.append(of_outer)
+        return AroundState(state, self._joined(own))
 
     def _joined(self, each: list[Any]) -> Any:
         """The one of the only method, or a tuple of those of nested ones."""

@@ -78,6 +78,20 @@ class Exchange(InPhases, optax.GradientTransformationExtraArgs):
 
     check: Check = "due"
 
+    def skip(self, params: Tree, state: Any, *, phase: Phase | None = None) -> Any:
+        """Returns the parameters and this exchange's state after a step without a gradient.
+
+        In a chain the states of the transformations before it stay as they are.
+
+        Args:
+          params: x.
+          state: the state of this exchange, the last one in its chain.
+          phase: see `exchange`.
+        """
+        still = trees.zeros(params)
+        update, state = self.update(still, state, params, phase=phase)
+        return trees.apply_updates(params, update), state
+
 
 @by_value
 def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchange:

@@ -34,6 +34,7 @@ from lsgd_jax._src.exchange.agreement import Fingerprints, common_start, verifie
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.schedule import Period, Schedule, check_schedule, taking_turns
+from lsgd_jax._src.exchange.skips import Skips
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.exchange.transaction import committed, committed_by_element
 from lsgd_jax._src.shared import is_shared
@@ -71,6 +72,8 @@ class Pull:
       fragments: number of fragments of the part that take turns, F; must divide the period.
         Fragment i acts (i + 1) τ / F steps later, with a state of its own.
       scan_axis: where fragments cut leaves, see `fragment`.
+      skips: the steps without a gradient, on which the rule's `step` moves the worker; None
+        if there are none.
       wire: the format in which parameters travel: 'float32' (unchanged), 'bfloat16',
         'int8', 'int4', the last three also with '-stochastic' for stochastic rounding, or a
         `Wire` or a `TopK`. In all but 'float32' the state includes what the rule's
@@ -104,6 +107,7 @@ class Pull:
     after: int = 0
     fragments: int = 1
     scan_axis: parts.ScanAxis | None = None
+    skips: Skips | None = None
 
     def __post_init__(self):
         if not isinstance(self.rule, Rule):

@@ -20,6 +20,7 @@ from lsgd_jax._src.exchange.fragments import Slot, slots_of
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.parts import Fragment
 from lsgd_jax._src.exchange.schedule import Acts
+from lsgd_jax._src.exchange.skips import Skips
 from lsgd_jax._src.shared import WORKER_AXES
 from lsgd_jax._src.wire.group import Group
 
@@ -42,12 +43,14 @@ class Phase(NamedTuple):
         of the next step.
       rounds: for each pull in `sends` the round of its graph, or None if the program does
         not depend on it or the step count decides; () if that is so for all.
+      needs_gradient: whether the step computes a gradient, see `Exchange.skip`.
     """
 
     sends: tuple[int, ...] = ()
     lands: tuple[int, ...] = ()
     records: tuple[int, ...] = ()
     rounds: tuple[int | None, ...] = ()
+    needs_gradient: bool = True
 
     @property
     def is_quiet(self) -> bool:
@@ -59,6 +62,8 @@ class Phase(NamedTuple):
         known = tuple(r for r in self.rounds if r is not None)
         acts = zip(("send", "land", "record", "round"), (*self[:3], known))
         words = [f"{act} {'+'.join(map(str, who))}" for act, who in acts if who]
+        if not self.needs_gradient:
+            words.append("no gradient")
         return ", ".join(words) or "quiet"
 
 
@@ -112,7 +117,13 @@ def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase
             records.append(slot.number)
     is_open = all(round is None for round in rounds)
     known = () if is_open else tuple(rounds)
-    return Phase(tuple(sends), tuple(lands), tuple(records), known)
+    needs_gradient = not any(each.at(t) for each in skips_of(pulls))
+    return Phase(tuple(sends), tuple(lands), tuple(records), known, needs_gradient)
+
+
+def skips_of(pulls: Sequence[Pull]) -> set[Skips]:
+    """The steps without a gradient, of all pulls that have some."""
+    return {pull.skips for pull in pulls if pull.skips and pull.skips.probability}
 
 
 def _round_at(pull: Pull, t: Any, rounds: Sequence[int]) -> Any:
@@ -139,8 +150,12 @@ def all_phases(pulls: Sequence[Pull], sizes: Sizes | None = None) -> tuple[Phase
         found |= dict.fromkeys(phase_at(pulls, t, sizes) for t in sorted(acting))
         if len(acting) < begin + steps + 1 - first:
             found[QUIET] = None
+    found = {phase._replace(needs_gradient=True): None for phase in found}
     loud = [phase for phase in found if phase != QUIET]
-    return (*loud, QUIET) if QUIET in found else tuple(loud)
+    each = (*loud, QUIET) if QUIET in found else tuple(loud)
+    if not skips_of(pulls):
+        return each
+    return each + tuple(phase._replace(needs_gradient=False) for phase in each)
 
 
 def _stretches(pulls: Sequence[Pull], sizes: Sizes | None) -> Iterator[tuple[int, int]]:
@@ -209,8 +224,8 @@ class Known(NamedTuple):
         """Returns what the pull of each slot does at step t."""
         if self.phase is None:
             return [slot.pull.schedule.at(t) for slot in slots]
-        *who, rounds = self.phase
-        round_of = dict(zip(self.phase.sends, rounds))
+        who = self.phase[:3]
+        round_of = dict(zip(self.phase.sends, self.phase.rounds))
         found = []
         for slot in slots:
             acts = Acts(*(slot.number in each for each in who))
@@ -228,7 +243,8 @@ class Known(NamedTuple):
         """
         if self.phase is None:
             return False
-        differ: list[Any] = []
+        needs_gradient = self.phase.needs_gradient
+        differ: list[Any] = [each.at(t) == needs_gradient for each in skips_of(pulls)]
         slots = _programs(tuple(pulls))
         for slot, acts in zip(slots, self.acts(slots, t)):
             pull = slot.pull

@@ -68,6 +68,12 @@ class Pulls:
                     f"got offset={pull.offset}, fragments={pull.fragments}, "
                     f"delay={pull.delay}"
                 )
+            if pull.skips is not None:
+                raise ValueError(
+                    "asynchronous workers compute a gradient at every step: `exchange` "
+                    "must have no steps without one, as palsgd does; use diloco(...), or "
+                    "palsgd in lock step"
+                )
             if "grad" in pull.rule.reads:
                 raise ValueError(
                     "asynchronous workers pass no gradient: `exchange` must have no rule "
