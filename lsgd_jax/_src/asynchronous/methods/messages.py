@@ -170,8 +170,9 @@ class Conversation:
             return answer
 
         position = np.int32(self._group.index(self._me))
-        given = position, x, y, state, is_finite, t
-        target, changed = await self._agreement(answered, *given)
+        target, changed = await self._agreement(
+            answered, position, x, y, state, is_finite, t
+        )
         return target, functools.partial(_renewed, changed)
 
     async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:
