@@ -37,6 +37,7 @@ RANGES: Sequence[tuple[str, Condition]] = (
     ("step_ms", ABOVE_ZERO),
     ("price", ABOVE_ZERO),
     ("watts", ABOVE_ZERO),
+    ("efficiency", ABOVE_ZERO),
     ("efficiency", Condition("in (0, 1]", lambda x: 0 < x <= 1)),
     ("share", Condition("in (0, 1)", lambda x: 0 < x < 1)),
     ("latency_ms", Condition("at least 0", lambda x: 0 <= x < math.inf)),
