@@ -47,7 +47,8 @@ from train.launch import free_port
 from train.task import layers
 
 
-WORKERS, BATCH = 4, 64
+WORKERS = 4
+BATCH = 64
 BLOCK = 5  # convolutions
 CORES = len(os.sched_getaffinity(0))
 # Name: side of the images, channels in and out, side of the kernel, padding.
@@ -196,7 +197,8 @@ def in_jax(side, inputs, outputs, size, padding) -> dict[str, Step]:
     kernel = jnp.ones((size, size, inputs, outputs))
 
     def padded(x, kernel):
-        borders, layout = [(padding, padding)] * 2, layers.LAYOUT
+        borders = [(padding, padding)] * 2
+        layout = layers.LAYOUT
         return lax.conv_general_dilated(
             x, kernel, (1, 1), borders, dimension_numbers=layout
         )

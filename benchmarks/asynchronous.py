@@ -42,7 +42,10 @@ from train.data import digits
 from train.planning.engine import still
 
 
-WORKERS, BATCH, WIDTH, RATE = 4, 32, 512, 0.05
+WORKERS = 4
+BATCH = 32
+WIDTH = 512
+RATE = 0.05
 SNAPSHOT = 10  # steps between two snapshots
 OVERHEAD = 0.011  # seconds of a message on Ray
 ALONE = "no communication"
@@ -93,13 +96,15 @@ def data():
     """Returns the digits: inputs [N, 64] and labels for training, and for testing."""
     data = digits.load()
     flat = lambda x: x.reshape(-1, 64).astype(np.float32) / 255
-    train, test = data.train, data.test
+    train = data.train
+    test = data.test
     return flat(train.images), train.labels, flat(test.images), test.labels
 
 
 def start():
     """Returns random layers with the variance of weights that ReLU asks for."""
-    keys, sizes = jax.random.split(jax.random.key(0), 3), (64, WIDTH, WIDTH, 10)
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (64, WIDTH, WIDTH, 10)
     weights = lambda key, a, b: jax.random.normal(key, (a, b)) * (2 / a) ** 0.5
     each = zip(keys, sizes, sizes[1:])
     return [(weights(key, a, b), jnp.zeros((1, b))) for key, a, b in each]
@@ -137,7 +142,8 @@ def training(seconds):
             return updates, opt_state, loss
 
         def step(params, opt_state, own, t):
-            begun, (key, ends, snapshots) = time.perf_counter(), own
+            begun = time.perf_counter()
+            key, ends, snapshots = own
             updates, opt_state, loss = learn(params, opt_state, key, t)
             if t % SNAPSHOT == 1:
                 seen = ravel_pytree(params)[0].astype(jnp.float16)
@@ -146,7 +152,8 @@ def training(seconds):
             time.sleep(max(0.0, seconds[index] - (time.perf_counter() - begun)))
             return updates, opt_state, (key, np.append(ends, time.time()), snapshots), loss
 
-        params, key = start(), jax.random.key(index)
+        params = start()
+        key = jax.random.key(index)
         first = params, tx.init(params), (key, np.zeros(0), ())
         jax.block_until_ready(learn(*first[:2], key, jnp.int32(1)))  # compiles
         ravel_pytree(params)[0].astype(jnp.float16).block_until_ready()
@@ -206,7 +213,8 @@ def measure(method, options):
         steps=options.steps,
         options=at.ray_engine.ClusterOptions(address=options.address, timeout=30),
     )
-    owns, reports = [s["own"] for s in outcome.states], outcome.status.reports
+    owns = [s["own"] for s in outcome.states]
+    reports = outcome.status.reports
     warm = options.period + options.delay  # by then everything is compiled
     begun = max(ends[warm] for _, ends, _ in owns)
     ended = min(ends[-1] for _, ends, _ in owns)

@@ -37,7 +37,8 @@ from train.planning.links import Link
 from train.planning.scenario import ALL, Scenario
 
 
-WORKERS, PARAMETERS = 4, 30_846_720
+WORKERS = 4
+PARAMETERS = 30_846_720
 LATENCY = 100e-6  # seconds; not published, and nothing beside the exchanges
 SMALLER = 1000  # the vector and the bandwidth of the simulator
 KINDS = "literature", "plan", "simulator", "calibrated"
@@ -70,8 +71,11 @@ class Run(NamedTuple):
 
 def run_of(record):
     """Returns a run from its file."""
-    spec, cu = record["spec"], record["cu"]
-    period, warmup, steps = spec["H"], spec["warmup_steps"], spec["budget_value"]
+    spec = record["spec"]
+    cu = record["cu"]
+    period = spec["H"]
+    warmup = spec["warmup_steps"]
+    steps = spec["budget_value"]
     return Run(
         period,
         spec["bandwidth_requested_bps"],
@@ -166,7 +170,8 @@ def print_table(runs, found):
     for is_longest, name in ((False, "H up to 32"), (True, "H = 128")):
         for kind in KINDS:
             some = [e for e, r in zip(errors[kind], runs) if (r.period > 32) == is_longest]
-            least, most = round(min(some)), round(max(some))
+            least = round(min(some))
+            most = round(max(some))
             print(f"{name}, {len(some)} runs, {kind}: {least:+d} to {most:+d} %")
 
 

@@ -31,7 +31,8 @@ import lsgd_jax as lj
 from train.launch import free_port
 
 
-BASES, LEAVES = {"adamw": optax.adamw, "sgd": optax.sgd}, 40
+BASES = {"adamw": optax.adamw, "sgd": optax.sgd}
+LEAVES = 40
 
 
 def parse():

@@ -118,7 +118,8 @@ SIZES = {
 
 
 def parse():
-    words, parts = parser(__doc__), list(LIMITS_S)[1:]
+    words = parser(__doc__)
+    parts = list(LIMITS_S)[1:]
     words.add_argument("--sizes", choices=SIZES, default="full")
     words.add_argument("--processes", type=int, help="defaults to the number of GPUs")
     words.add_argument("--only", nargs="+", choices=parts, default=parts)
@@ -182,7 +183,8 @@ def memory_rows(sizes):
             if donated[kind] is not None:
                 case = f"{method}: {kind}, donated"
                 rows.append(memory_row(case, donated[kind], "not donated", kept[kind]))
-        case, beside = "state for all workers together", "the parameters of one worker"
+        case = "state for all workers together"
+        beside = "the parameters of one worker"
         sizes_of_both = donated["state"], beside, donated["parameters"]
         rows.append(memory_row(f"{method}: {case}", *sizes_of_both))
     return rows, ""
@@ -206,7 +208,8 @@ def measure(options):
 
 
 def main():
-    options, began = parse(), time.perf_counter()
+    options = parse()
+    began = time.perf_counter()
     if options.part:
         return measure(options)
     is_full = options.sizes == "full"
@@ -221,7 +224,8 @@ def main():
             file=sys.stderr,
         )
         return 1
-    lines, status = [], 0
+    lines = []
+    status = 0
     for part in options.only:
         print(f"{part}:", file=sys.stderr, flush=True)
         rows, wrong = rows_of(part, options, machine)
@@ -267,7 +271,8 @@ def row_of(case, times, beside, others, more=lambda ms: ""):
 
 def devices(options, sizes):
     """Describes the devices of this machine."""
-    backend, count = jax.default_backend(), jax.device_count()
+    backend = jax.default_backend()
+    count = jax.device_count()
     gpus = count if backend == "gpu" else 0
     kind = jax.devices()[0].device_kind
     yield dict(backend=backend, gpus=gpus, count=count, kind=kind, jax=jax.__version__)
@@ -313,7 +318,8 @@ def network_arm(network, count, batch):
 
 def network_step(network, count, batch):
     """Returns AdamW of `count` workers, or of one model for None, and its state."""
-    start, tx = started(network), optax.adamw(1e-3)
+    start = started(network)
+    tx = optax.adamw(1e-3)
     shape = (count or 1, batch, network.context + 1)
     tokens = np.random.default_rng(0).integers(0, network.vocabulary, shape, np.int32)
 
@@ -350,11 +356,13 @@ def models(options, sizes):
         millions = sum(x.size for x in jax.tree.leaves(state[0])) / 1e6
         case = f"{millions:.4g} M {network.dtype}, context {network.context}, batch {batch}"
         times = timed(sizes, {"model": Step(step, state)})["model"]
-        if seconds := report.mean_seconds():
+        seconds = report.mean_seconds()
+        if seconds:
             yield row_of(case, times, "computed", [1e3 * seconds.step] * len(times))
         else:
             yield [case, f"{statistics.median(times):.2f} ms", "an unknown chip", "", ""]
-        if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        if peak:
             planned = report.programs[0].memory.peak
             yield memory_row(f"{case}: peak in use", peak, "computed", planned)
         del step, state
@@ -405,7 +413,9 @@ class Pulling:
     """
 
     def __init__(self, grid: lj.Workers, sizes: list[int], make, base=None):
-        self._grid, self._make, self._base = grid, make, base or optax.adamw(1e-3)
+        self._grid = grid
+        self._make = make
+        self._base = base or optax.adamw(1e-3)
         rng = np.random.default_rng(0)
         tree = {f"leaf{i:03}": rng.random(n, np.float32) for i, n in enumerate(sizes)}
         params = grid.replicate(tree)

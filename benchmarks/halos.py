@@ -45,7 +45,9 @@ class Servers:
     regional: bool
     updates: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    period, window, wire = None, 1, "float32"
+    period = None
+    window = 1
+    wire = "float32"
 
     def bind(self, worker: lj.asynchronous.Worker, steps: int) -> "ServersWorker":
         """Returns the method in one worker."""
@@ -63,7 +65,9 @@ class ServersWorker(LockStepWorker):
 
     async def after_step(self) -> None:
         """Exchanges with the server at the end of a round."""
-        method, worker, server = self._method, self._worker, self._server
+        method = self._method
+        worker = self._worker
+        server = self._server
         if worker.count % local_steps(worker.index, method.local_steps):
             return
         await worker.wait(worker.transport.ask(server, "exchange", worker.params))
@@ -104,7 +108,8 @@ def released(method: Servers) -> float:
     """
     rate = 0.0
     for worker in range(WORKERS):
-        region, steps = worker // WORLD.locals, local_steps(worker, method.local_steps)
+        region = worker // WORLD.locals
+        steps = local_steps(worker, method.local_steps)
         server = region if method.regional else 0
         message = 4 * WORLD.parameters / WORLD.network.between[server][region]
         computing = steps * WORLD.speeds.step * WORLD.speeds.slow[worker]
@@ -122,7 +127,8 @@ def main() -> None:
     parser(__doc__).parse_args()
     head("method", "ours", "theirs", "ours / theirs")
     for name, method in METHODS.items():
-        ours, theirs = 1600 / simulated(method), 1600 / released(method)
+        ours = 1600 / simulated(method)
+        theirs = 1600 / released(method)
         row(name, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}")
 
 

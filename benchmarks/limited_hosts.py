@@ -91,7 +91,8 @@ def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
         print("error: limited hosts need Linux, root, and iproute2", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
-    hosts, bridge = Hosts([f"lsgd{TAG}-{i}" for i in range(count)]), f"lsgd{TAG}"
+    hosts = Hosts([f"lsgd{TAG}-{i}" for i in range(count)])
+    bridge = f"lsgd{TAG}"
     folders = [pathlib.Path("/etc/netns") / name for name in hosts.names]
     # The bucket must hold what the link sends between two ticks of the kernel's clock.
     burst = "2mbit" if rate.endswith("gbit") else "256kbit"
@@ -100,7 +101,9 @@ def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
         for i, (name, folder) in enumerate(zip(hosts.names, folders)):
-            outside, inside, within = f"v{TAG}-{i}", f"e{TAG}-{i}", ("-n", name)
+            outside = f"v{TAG}-{i}"
+            inside = f"e{TAG}-{i}"
+            within = ("-n", name)
             _ip("netns", "add", name)
             _ip("link", "add", outside, "type", "veth", "peer", "name", inside)
             _ip("link", "set", inside, "netns", name)
@@ -128,7 +131,8 @@ def ray_on(hosts: Hosts, store: bool = False) -> Iterator[str]:
 
     store: whether large messages go through the object stores, which is Ray's default.
     """
-    address, started = f"{hosts.address(0)}:{RAY_PORT}", []
+    address = f"{hosts.address(0)}:{RAY_PORT}"
+    started = []
     try:
         for i in range(len(hosts.names)):
             first = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]

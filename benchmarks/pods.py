@@ -71,7 +71,8 @@ def workers_on(platform: str, W: int) -> lj.Workers:
         nodes = max(2, W // 4)
         pod = aot.gpu("h100", hosts=nodes, each=W // nodes)
     else:
-        pod, nodes = aot.tpu(f"v5e:{SLICES[W]}", slices=2), 2
+        pod = aot.tpu(f"v5e:{SLICES[W]}", slices=2)
+        nodes = 2
     if shards(platform, W) > 1:
         mesh = pod.mesh(node=nodes, inside=shards(platform, W))
         return lj.Workers(mesh=mesh, axes=("node",))
@@ -96,7 +97,8 @@ def compiled(case: Case) -> tuple[list, float]:
     those of a clock, they are the same.
     """
     platform, W, name, form, scale = case
-    workers, method = workers_on(platform, W), METHODS.get(name)
+    workers = workers_on(platform, W)
+    method = METHODS.get(name)
     tx = BASE if method is None else method.chain(W, BASE)
     tx = optax.with_extra_args_support(tx)
     exchange = None
@@ -206,7 +208,8 @@ def print_table(rows: dict[Case, dict[str, str]]) -> None:
 
 
 def main():
-    words, both = usage.parser(__doc__), ("tpu", "gpu")
+    words = usage.parser(__doc__)
+    both = ("tpu", "gpu")
     words.add_argument("--workers", type=int, nargs="+", choices=SLICES, default=SLICES)
     words.add_argument("--platform", nargs="+", choices=both, default=both)
     words.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
@@ -214,7 +217,8 @@ def main():
     words.add_argument("--scale", type=int, default=1)
     words.add_argument("--csv", type=pathlib.Path, default=pathlib.Path("pods.csv"))
     options = words.parse_args()
-    rows, kind = read(options.csv), (options.form, options.scale)
+    rows = read(options.csv)
+    kind = (options.form, options.scale)
     names = itertools.product(options.platform, options.workers, options.method)
     compile_all([Case(*each, *kind) for each in names], options.csv, rows)
     for platform in options.platform:

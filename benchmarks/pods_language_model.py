@@ -19,7 +19,9 @@ import lsgd_jax as lj
 from lsgd_jax import aot
 
 
-VOCABULARY, CONTEXT, HEAD = 32_768, 2048, 128
+VOCABULARY = 32_768
+CONTEXT = 2048
+HEAD = 128
 # Layers, width, and sequences per device.
 SIZES = {"1B": (20, 2048, 4), "8B": (40, 4096, 2)}
 CLUSTERS = {
@@ -119,7 +121,8 @@ def phase_of(method):
 
 def compiled(size: str, cluster: str, name: str) -> tuple[aot.Report, float]:
     """The report of the step that sends, and the share of steps that do."""
-    pod, method = CLUSTERS[cluster](), METHODS[name]
+    pod = CLUSTERS[cluster]()
+    method = METHODS[name]
     each = len(pod.devices) // pod.groups
     workers = lj.Workers(mesh=pod.mesh(node=pod.groups, fsdp=each), axes=("node",))
     batch = jax.ShapeDtypeStruct((each * SIZES[size][2], CONTEXT + 1), jnp.int32)

@@ -142,7 +142,8 @@ def measured(run: Run) -> float:
 def cells_of(run: Run) -> list[str]:
     """A row: where the source does not say what is recomputed, numbers for both."""
     each = (run.recomputed,) if run.recomputed else ("nothing", "layers")
-    chip, seconds = aot.chip(run.chip), measured(run)
+    chip = aot.chip(run.chip)
+    seconds = measured(run)
     shares = [operations(run, which) / chip.flops / seconds for which in each]
     between = lambda numbers: " to ".join(f"{x:.2f}" for x in numbers)
     return [
@@ -162,8 +163,10 @@ def print_runs() -> None:
 
 
 def print_slices() -> None:
-    run, chips = RUNS[0], 256
-    chip, base = aot.chip(run.chip), measured(RUNS[0])
+    run = RUNS[0]
+    chips = 256
+    chip = aot.chip(run.chip)
+    base = measured(RUNS[0])
     size = 4 * sum(x.size for x in jax.tree.leaves(parameters(run.model))) / chips
     print()
     head("16B on slices of 256 v5e", "measured, %", "computed, %")

@@ -22,7 +22,9 @@ class Step:
     """An arm: a function (*state, *given) -> state, and the state, which arms may share."""
 
     def __init__(self, step: Callable[..., Any], state: list[Any], *given: Any):
-        self._step, self._state, self._given = step, state, given
+        self._step = step
+        self._state = state
+        self._given = given
 
     def seconds_per_step(self, steps: int) -> float:
         """Runs a block of steps and returns the seconds per step."""

@@ -35,7 +35,8 @@ from train.planning.scenario import ALL, Scenario
 from train.run import cli
 
 
-PROCESSES, LEAVES = 4, 16
+PROCESSES = 4
+LEAVES = 16
 SIMULATED = 64  # steps, a multiple of most periods
 PAUSE, PERIODS = 0.1, 5  # seconds in a step, and periods to measure
 BASE = f"digits --workers.nodes {PROCESSES} --workers.locals 1".split()
@@ -53,7 +54,8 @@ class Timed:
             updates, state = tx.update(no_move, state, params, value=loss)
             return lj.apply_updates(params, updates), state
 
-        self._step, self._session = workers.map(step), session
+        self._step = workers.map(step)
+        self._session = session
         self._state = params, workers.map(tx.init)(params)
 
     def period_seconds(self, steps: int) -> float:

@@ -129,7 +129,8 @@ def main():
     words.add_argument(
         "--error", type=float, required=True, help="test error to reach, in percent"
     )
-    rates, each = ["1gbit", "100mbit", "10mbit"], "as tc writes it, or none"
+    rates = ["1gbit", "100mbit", "10mbit"]
+    each = "as tc writes it, or none"
     words.add_argument("--rates", nargs="+", metavar="RATE", default=rates, help=each)
     words.add_argument("--blocks", type=int, default=2, help="number of periods to time")
     add_torch(words)

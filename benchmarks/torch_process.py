@@ -23,8 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 
 
-IMAGES, SIDE, CROP = 2048, 32, 28
-PULL, WINDOW = 0.1, 10
+IMAGES = 2048
+SIDE = 32
+CROP = 28
+PULL = 0.1
+WINDOW = 10
 
 
 class CNN7(nn.Module):
@@ -53,8 +56,10 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-        self.stride, self.new = stride, outputs - inputs
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.stride = stride
+        self.new = outputs - inputs
 
     def forward(self, x):
         y = F.relu(self.norm1(self.conv1(x)))
@@ -86,7 +91,8 @@ def augmented(images, generator):
     """Crops, flips and scales images at random: uint8 [B, 3, 32, 32] to [B, 3, 28, 28]."""
     batch = len(images)
     top, left = torch.randint(0, SIDE - CROP + 1, (2, batch, 1), generator=generator)
-    rows, columns = top + torch.arange(CROP), left + torch.arange(CROP)
+    rows = top + torch.arange(CROP)
+    columns = left + torch.arange(CROP)
     flipped = torch.rand(batch, 1, generator=generator) < 0.5
     columns = torch.where(flipped, columns.flip(1), columns)
     which = torch.arange(batch)[:, None, None]
@@ -129,7 +135,8 @@ def make_training(options):
     shape = (IMAGES, 3, SIDE, SIDE)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, 10, (IMAGES,), generator=generator)
-    losses, taken = [], 0
+    losses = []
+    taken = 0
 
     def step():
         nonlocal losses, taken

@@ -51,7 +51,8 @@ def led(outer, axes=("node", "local"), window=10) -> lj.rules.Rule:
     .. math:: \Delta = a - y_l, \qquad a \leftarrow a + \text{outer}(\Delta), \qquad z = a
     """
     outer = optax.with_extra_args_support(outer)
-    leader, anchored = lj.rules.leader(axes, window), lj.rules.anchored(outer, axes)
+    leader = lj.rules.leader(axes, window)
+    anchored = lj.rules.anchored(outer, axes)
 
     def init(params):
         return LedState(leader.init(params), anchored.init(params))
@@ -62,7 +63,8 @@ def led(outer, axes=("node", "local"), window=10) -> lj.rules.Rule:
 
     def agree(group, x, y, state, fit, t):
         best, found, election = leader.agree(group, x, y, state.election, fit, t)
-        anchor, before = state.anchor.anchor.value, state.anchor.outer.value
+        anchor = state.anchor.anchor.value
+        before = state.anchor.outer.value
         move, moved = outer.update(optax.tree.sub(anchor, best), before, anchor)
         after = optax.apply_updates(anchor, move), moved
         # Without a finite worker there is no leader, and the anchor stays.
@@ -82,15 +84,20 @@ def diloco_leader(period=64, outer=None, loss_window=10) -> lj.Exchange:
 
 def train(method, steps):
     """Trains four workers; returns x [steps, 4] and the diagnostics of each pull."""
-    workers, tx = lj.Workers(nodes=2, locals=2), optax.chain(optax.sgd(0.1), method)
+    workers = lj.Workers(nodes=2, locals=2)
+    tx = optax.chain(optax.sgd(0.1), method)
 
     def step(x, state, goal):
-        loss, gradient = (x - goal) ** 2, 2 * (x - goal)
+        loss = (x - goal) ** 2
+        gradient = 2 * (x - goal)
         updates, state = tx.update(gradient, state, x, value=loss)
         return lj.apply_updates(x, updates), state
 
-    x, goals = workers.put(jnp.zeros(4)), workers.put(jnp.asarray(GOALS, jnp.float32))
-    state, seen, step = workers.map(tx.init)(x), [], workers.map(step)
+    x = workers.put(jnp.zeros(4))
+    goals = workers.put(jnp.asarray(GOALS, jnp.float32))
+    state = workers.map(tx.init)(x)
+    seen = []
+    step = workers.map(step)
     for _ in range(steps):
         x, state = step(x, state, goals)
         seen.append(np.asarray(x))

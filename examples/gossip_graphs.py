@@ -22,7 +22,8 @@ ARROW |= {"connectionstyle": "arc3,rad=0.12"}
 
 def draw(topology: lj.topology.Topology, path: pathlib.Path) -> None:
     """Draws every round of a graph into a PNG file."""
-    count, rounds = topology.num_workers, topology.rounds
+    count = topology.num_workers
+    rounds = topology.rounds
     angles = np.pi / 2 - 2 * np.pi * np.arange(count) / count
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     figure, panels = plt.subplots(

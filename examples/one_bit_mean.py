@@ -43,13 +43,15 @@ def one_bit_mean(axes=("node", "local")) -> lj.rules.Rule:
         return OneBitState(start, jax.tree.map(jnp.zeros_like, start.value))
 
     def agree(group, x, y, state, takes_part, t):
-        r, e = state.reference.value, state.error
+        r = state.reference.value
+        e = state.error
         v = jax.tree.map(lambda y, r, e: jnp.where(takes_part, y - r + e, 0), y, r, e)
         bits = jax.tree.map(lambda v: jnp.packbits(v.ravel() >= 0), v)
         scale = jax.tree.map(lambda v: jnp.abs(v).mean(), v)
         bits, scale, counted = group.gather((bits, scale, takes_part))  # of all workers
         scale = jax.tree.map(lambda s: jnp.where(counted, s, 0), scale)
-        sent, n = jax.tree.map(decoded, bits, scale, v), counted.sum()
+        sent = jax.tree.map(decoded, bits, scale, v)
+        n = counted.sum()
         z = jax.tree.map(lambda r, s: r + s.sum(0) / jnp.maximum(n, 1), r, sent)
         e = jax.tree.map(lambda v, s: v - s[group.index], v, sent)
         return z, n > 0, OneBitState(group.shared(z), e)

@@ -64,7 +64,8 @@ def start(workers):
 def train(folder, steps, save_every):
     """Trains until the last step or a SIGTERM. All processes call it."""
     workers = lj.Workers(nodes=jax.process_count(), locals=jax.local_device_count())
-    state, step = start(workers), workers.map(train_step, donate=0)
+    state = start(workers)
+    step = workers.map(train_step, donate=0)
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=save_every, max_to_keep=2, cleanup_tmp_directories=True
     )

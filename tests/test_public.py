@@ -40,6 +40,13 @@ def test_renamed_classes_work_with_a_warning(module, old, new):
         getattr(found, f"{old}s")
 
 
+def test_a_renamed_argument_works_with_a_warning():
+    group = lj.rules.Group("local")
+    with pytest.warns(DeprecationWarning, match="`turn` is `number` now"):
+        assert group.quantization_error(1.0, turn=2) is None
+    assert group.quantization_error(1.0, number=2) is None
+
+
 def test_modules_show_public_names_alone():
     hidden = {"_src", "_moved"}  # and those that every module has
     for module in lj, lj.rules, lj.layouts, lj.robust, lj.contrib, lj.topology, lj.checks:

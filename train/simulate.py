@@ -272,9 +272,14 @@ def simulate(
     began = time.perf_counter()
 
     def observe(worker: lj.asynchronous.Worker) -> None:
-        now = worker.transport.now()
-        report = worker.report
-        step = now, worker.index, worker.count, worker.loss, report.waited, report.staleness
+        step = (
+            worker.transport.now(),
+            worker.index,
+            worker.count,
+            worker.loss,
+            worker.report.waited,
+            worker.report.staleness,
+        )
         steps.append(dict(zip(STEP, step)))
 
     network = options.links()
@@ -287,13 +292,13 @@ def simulate(
         config.workers.nodes,
         config.workers.locals,
         config.steps,
-        network,
-        options.paces(),
-        config.seed,
-        options.timeout,
-        options.loss,
-        options.drop,
-        options.join,
+        network=network,
+        speeds=options.paces(),
+        seed=config.seed,
+        timeout=options.timeout,
+        loss=options.loss,
+        drops=options.drop,
+        joins=options.join,
         collectives=not config.method.is_asynchronous,
         observe=observe,
     )

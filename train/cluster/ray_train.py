@@ -244,8 +244,14 @@ def run(
     """
     options = config.ray
     nodes = config.workers.nodes
-    files = config_file, metrics_file
-    job = Job(tuple(arguments), *files, nodes, options, os.getcwd())
+    job = Job(
+        arguments=tuple(arguments),
+        config_file=config_file,
+        metrics_file=metrics_file,
+        nodes=nodes,
+        options=options,
+        cwd=os.getcwd(),
+    )
     patience = options.start_timeout
     if options.min_processes is not None:
         # Ray Train may wait for a failed host before it settles for fewer processes.

@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,8 +160,6 @@ class MetricsBuffer:
     def _read(self) -> Interval:
         step, elections, exchange, *others = self._closed.popleft()
         distances, diagnostics, waiting = self._workers.fetch(others)
-        around = [distances.get(at) for at in (exchange - 1, exchange)]
-        apart, together = (None if x is None else float(x) for x in around)
         before = self._last
         self._last = diagnostics
         restored, dropped = _counts(diagnostics) - _counts(before)
@@ -171,17 +169,17 @@ class MetricsBuffer:
         losses = self._rows[:count]
         self._rows = self._rows[count:]
         return Interval(
-            step,
-            np.stack(losses),
-            float(distances[step]),
-            self._done(),
-            self._fetched(elections),
-            diagnostics,
-            waiting,
+            step=step,
+            losses=np.stack(losses),
+            consensus_distance=float(distances[step]),
+            done=self._done(),
+            elections=self._fetched(elections),
+            diagnostics=diagnostics,
+            waiting=waiting,
             restored=restored,
             dropped=dropped,
             differed=_differed(before, diagnostics),
-            exchange=None if together is None else (exchange, apart, together),
+            exchange=_around(exchange, distances),
         )
 
     def _done(self) -> int:
@@ -192,6 +190,17 @@ class MetricsBuffer:
                 break
             done = step
         return done
+
+
+def _around(
+    exchange: int, distances: Mapping[int, np.ndarray]
+) -> tuple[int, float | None, float] | None:
+    """The step of an exchange and the distances before and after it, as far as known."""
+    if exchange not in distances:
+        return None
+    before = distances.get(exchange - 1)
+    after = float(distances[exchange])
+    return exchange, None if before is None else float(before), after
 
 
 def _counts(pulls: Sequence[lj.Diagnostics]) -> np.ndarray:

@@ -27,7 +27,7 @@ def _at_most(most: float) -> Condition:
     return Condition(f"at most {most:g}", lambda x: x <= most)
 
 
-# What the value of an option must be, if it is given.
+# The range of each option that is given; `parameters` may be given in megabytes.
 RANGES: Sequence[tuple[str, Condition]] = (
     ("parameter_mb", ABOVE_ZERO),
     ("parameters", ABOVE_ZERO),
@@ -37,8 +37,9 @@ RANGES: Sequence[tuple[str, Condition]] = (
     ("step_ms", ABOVE_ZERO),
     ("price", ABOVE_ZERO),
     ("watts", ABOVE_ZERO),
-    ("efficiency", Condition("in (0, 1]", lambda x: 0 < x <= 1)),
+    ("efficiency", ABOVE_ZERO),
     ("share", Condition("in (0, 1)", lambda x: 0 < x < 1)),
+    ("efficiency", Condition("in (0, 1]", lambda x: 0 < x <= 1)),
     ("latency_ms", Condition("at least 0", lambda x: 0 <= x < math.inf)),
     ("parameters", _at_most(1e13)),
     ("tokens", _at_most(1e18)),
@@ -57,8 +58,9 @@ NOTHING_GIVEN = (
 )
 MISSING = "`{}` must be given, or the name of an experiment"
 
-# Options that do not go together: those that are given, those that are not, and why this is
-# wrong. The first row that fits is reported. `size` is that of either option.
+# Combinations that are refused: options that are given, options that are not, and the
+# message. The first row that fits is reported. `size` is the number of parameters, which
+# two options give.
 REFUSED: Sequence[tuple[str, str, str]] = (
     (
         "parameters parameter_mb",

@@ -40,9 +40,15 @@ class Unequal:
         Raises:
           ValueError: a number is out of range.
         """
-        often, stall = self.stall
-        noise = self.jitter, self.lognormal, often, stall / 1e3
-        return lj.asynchronous.Speeds(step, self.slow, *noise)
+        probability, milliseconds = self.stall
+        return lj.asynchronous.Speeds(
+            step,
+            self.slow,
+            jitter=self.jitter,
+            lognormal=self.lognormal,
+            stall_probability=probability,
+            stall=milliseconds / 1e3,
+        )
 
     def check_workers(self, workers: int) -> None:
         """Raises ValueError unless the values are valid for this number of workers."""

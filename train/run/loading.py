@@ -75,8 +75,7 @@ class Loaded(NamedTuple):
             data = self.config.data.name
             raise ValueError(f"`translate` needs a run on translation, not on {data}")
         lj.checks.check_positive_int("beam", beam)
-        given = self.model, self.variables, self.vocabulary, sentences
-        return translated(*given, beam)
+        return translated(self.model, self.variables, self.vocabulary, sentences, beam)
 
 
 def load(
@@ -111,11 +110,22 @@ def load(
     variables = read_model(checkpoints, step, _number(worker, notes))
     if not notes:
         raise Unreadable(step, "its notes are incomplete")
-    vocabulary = _vocabulary(folder, config) if config.data.name in VOCABULARIES else None
-    outputs = notes["sizes"]["classes"] if vocabulary is None else len(vocabulary)
-    model = models.make(config, outputs)
-    named = model, variables, vocabulary, step, notes["tested"], outputs
-    return Loaded(config, *named, _classes(folder))
+    if config.data.name in VOCABULARIES:
+        vocabulary = _vocabulary(folder, config)
+        outputs = len(vocabulary)
+    else:
+        vocabulary = None
+        outputs = notes["sizes"]["classes"]
+    return Loaded(
+        config=config,
+        model=models.make(config, outputs),
+        variables=variables,
+        vocabulary=vocabulary,
+        step=step,
+        tested=notes["tested"],
+        outputs=outputs,
+        classes=_classes(folder),
+    )
 
 
 def _step(folder: pathlib.Path, which: Which | int) -> int:

@@ -195,7 +195,15 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     services = tracked(config, folder, progress) if session.is_main else []
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, services)
     run = Run(
-        config, session, experiment, folder, start, checkpoints, metrics, progress, lock
+        config=config,
+        session=session,
+        experiment=experiment,
+        folder=folder,
+        start=start,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        progress=progress,
+        lock=lock,
     )
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))

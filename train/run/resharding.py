@@ -45,6 +45,7 @@ continues at this step of the order that belongs to its new number. With --data.
 images are split anew into W' parts, and the position in a part follows from the step.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -134,15 +135,23 @@ def restore(
     step, state, notes = found
     old = _grid(notes)
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
-    seconds = notes["seconds"], notes.get("compile_seconds", 0.0)
-    is_due = notes.get("test_is_due", False) and notes.get("tested") is None
+    starts = functools.partial(
+        Restored,
+        step,
+        seconds=notes["seconds"],
+        compile_seconds=notes.get("compile_seconds", 0.0),
+        test_is_due=notes.get("test_is_due", False) and notes.get("tested") is None,
+    )
     if old == new:
-        bad = notes.get("nonfinite_steps", 0)
         losses = [
             [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
         ]
-        recent = RecentLosses(recent, bad)
-        return Restored(step, state, *seconds, recent, losses, None, is_due)
+        return starts(
+            state=state,
+            recent=RecentLosses(recent, notes.get("nonfinite_steps", 0)),
+            losses=losses,
+            resizing=None,
+        )
     chosen = sources(old, new, scores(state, recent))
     resizing = Resizing(old, new, chosen.tolist())
     try:
@@ -151,8 +160,9 @@ def restore(
         raise ValueError(
             f"{shape(new)} workers cannot resume from {shape(old)}: {error}"
         ) from error
-    recent = RecentLosses(recent[chosen])
-    return Restored(step, state, *seconds, recent, [], resizing, is_due)
+    return starts(
+        state=state, recent=RecentLosses(recent[chosen]), losses=[], resizing=resizing
+    )
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:

@@ -33,8 +33,9 @@ def load_dataset(config: Config) -> Data:
     if options.name == "text":
         return text.load(options.files, options.tokens)
     if options.name == "translation":
-        files = options.source, options.target
-        return translation.load(*files, options.subwords, options.context)
+        return translation.load(
+            options.source, options.target, options.subwords, options.context
+        )
     if options.name == "digits":
         return digits.load(), transforms_of(config)
     if options.dir is None:

@@ -62,15 +62,18 @@ class ImageForward(Forward):
         count = len(data.train.labels)
         options = config.data
         seed = config.seed
-        size = config.batch_size, seed, options.shard
-        sampler, own = sampled(count, place.num_workers, *size)
-        common = sampler, place, own, TEST_BATCH
+        sampler, own = sampled(
+            count, place.num_workers, config.batch_size, seed, options.shard
+        )
         if isinstance(data, Dataset):
-            self.source = Resident(data, *common)
+            self.source = Resident(data, sampler, place, own, TEST_BATCH)
         else:
             self.source = Stream(
                 data,
-                *common,
+                sampler,
+                place,
+                own,
+                TEST_BATCH,
                 seed=seed,
                 threads=options.reader_threads or _cores(),
                 ahead=options.read_ahead,

@@ -129,21 +129,19 @@ def collectives_of(program: HloModule, placement: Placement) -> list[Collective]
         later = _after_products(program, lines)
         for each in _transfers(program, lines):
             products = times * (before[each.end] - before[each.start + each.alone])
-            overlap = min(1.0, products / everything) if everything else 0.0
             sent, across, links = _sent(each, placement)
-            size = each.bytes
             found.append(
                 Collective(
-                    each.line.name,
-                    each.kind,
-                    size,
-                    sent,
-                    across,
-                    times,
-                    conditional,
-                    overlap,
-                    links,
-                    any(name in later for name in lines[each.start].operands),
+                    name=each.line.name,
+                    kind=each.kind,
+                    bytes=each.bytes,
+                    sent=sent,
+                    across=across,
+                    times=times,
+                    conditional=conditional,
+                    overlap=min(1.0, products / everything) if everything else 0.0,
+                    links=links,
+                    waits=any(name in later for name in lines[each.start].operands),
                 )
             )
     return found

@@ -103,7 +103,7 @@ def taken_share(group: Group, topology: Topology, dtype: Any) -> Array:
 
 
 def phase_rounds_on(graph: Callable[[int], Topology]) -> Callable[[int], tuple[int, ...]]:
-    """The rounds of a graph that a phase may name; they differ in edges or weights."""
+    """The rounds of a graph that a phase may name, by W; equal in edges and weights."""
 
     @functools.cache  # a host loop asks at every step
     def rounds(size: int) -> tuple[int, ...]:

@@ -164,33 +164,28 @@ class EncodedGroup(Group):
 
     def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
         """Σ Q(v + βe)."""
-        return self._total(tree, jnp.asarray(where), mean=False)
+        self._keep_one()
+        if self._is_exact:
+            return super().masked_sum(tree, where)
+        in_shares = self._in_shares(tree)
+
+        def add_up(codec, t, tree, kept, where):
+            v = codec.pack(tree)
+            sums, count, kept = self._sums(codec, t, v, kept, where, in_shares)
+            return (codec.unpack(sums), count), kept
+
+        return self._added_up(add_up, tree, where)
 
     def masked_mean(
         self, tree: Tree, where: Array | bool = True, reference: Tree | None = None
     ) -> tuple[Tree, Array]:
         """z = r + Σ Q(v - r + βe) / n with the rule's r, or with the last target, r ← z."""
-        return self._total(tree, jnp.asarray(where), mean=True, reference=reference)
-
-    def _total(
-        self, tree: Tree, where: Array, mean: bool, reference: Tree | None = None
-    ) -> tuple[Tree, Array]:
         self._keep_one()
-        # A worker alone adds up exactly, but holds back what 'top-k' does not send.
-        if self._across.size == 1 and not self._wire.is_sparse:
-            return (
-                super().masked_mean(tree, where)
-                if mean
-                else super().masked_sum(tree, where)
-            )
+        if self._is_exact:
+            return super().masked_mean(tree, where)
         in_shares = self._in_shares(tree)
 
-        def sum_of(codec, t, tree, kept, where, reference):
-            v = codec.pack(tree)
-            sums, count, kept = self._sums(codec, t, v, kept, where, in_shares)
-            return (codec.unpack(sums), count), kept
-
-        def mean_of(codec, t, tree, kept, where, reference):
+        def add_up(codec, t, tree, kept, where, reference):
             v = codec.pack(tree)
             r = codec.pack(_reference(kept) if reference is None else reference)
             gaps = list(map(_minus, v, r))
@@ -200,12 +195,24 @@ class EncodedGroup(Group):
                 kept = self._remembered(codec, t, z, r, kept)
             return (codec.unpack(z), count), kept
 
-        def layout(specs: Any, kept: Any, where: Any, reference: Any) -> Any:
+        return self._added_up(add_up, tree, where, reference)
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether sums need no messages; a worker alone holds back what 'top-k' skips."""
+        return self._across.size == 1 and not self._wire.is_sparse
+
+    def _added_up(
+        self, add_up: Callable, tree: Tree, where: Array | bool, *others: Any
+    ) -> tuple[Tree, Array]:
+        """Runs `add_up` on the shards, keeps what it remembers, and counts its bytes."""
+
+        def layout(specs: Any, kept: Any, *others: Any) -> Any:
             return (specs, Spec()), kept
 
-        add_up = mean_of if mean else sum_of
+        where = jnp.asarray(where)
         total, self.kept = self._on_shards(
-            add_up, tree, self.kept, where, reference, layout=layout
+            add_up, tree, self.kept, where, *others, layout=layout
         )
         if self._across is not self:
             self.bytes_sent += self._inside.bytes_sent + self._across.bytes_sent

@@ -330,5 +330,10 @@ class Coordinator:
 
     def status(self) -> Status:
         """Returns the status of all workers."""
-        known = self.taken, self.number, dict(self._reports)
-        return Status(self.present, self.finished, *known)
+        return Status(
+            present=self.present,
+            finished=self.finished,
+            taken=self.taken,
+            number=self.number,
+            reports=dict(self._reports),
+        )

@@ -157,11 +157,11 @@ class Mailbox:
                 if self._reference is not None:
                     exact = combined(operator.sub, exact, self._reference)
                 packed, arrives, error = self.encoded(exact)
-
-                def snapshot(tree):
-                    return Snapshot(tree, self._measure)
-
-                self._contributed[number] = snapshot(packed), snapshot(arrives), error
+                self._contributed[number] = (
+                    Snapshot(packed, self._measure),
+                    Snapshot(arrives, self._measure),
+                    error,
+                )
                 while len(self._contributed) > CONTRIBUTED:
                     self._contributed.popitem(last=False)
             return self._contributed[number]
@@ -218,9 +218,10 @@ class Mailbox:
         For engines that serve requests in threads.
         """
 
-        # In a list, because an answer may itself be false.
-        def answered():
-            return [answer for answer in [ask()] if answer is not None]
+        def answered() -> list[Any]:
+            """The answer in a list, because it may itself be false; [] without one."""
+            answer = ask()
+            return [] if answer is None else [answer]
 
         with self._lock:
             found = self._lock.wait_for(answered, timeout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import math
 import zlib
 from collections import deque
@@ -132,7 +133,9 @@ class Worker:
     @property
     def score(self) -> float:
         """The mean of the last losses; inf without any, or if one is not finite."""
-        mean = sum(self._losses) / len(self._losses) if self._losses else math.inf
+        if not self._losses:
+            return math.inf
+        mean = sum(self._losses) / len(self._losses)
         return mean if math.isfinite(mean) else math.inf
 
     def vector(self) -> np.ndarray:
@@ -146,12 +149,8 @@ class Worker:
     def publish(self) -> None:
         """Shows the present parameters to peers."""
         # The tree of this step: the worker may have moved on when a peer asks for it.
-        params = self.params
-
-        def shown():
-            return on_host(params)
-
-        self.transport.mailbox.show(shown, self.measure(), self.reference())
+        params = functools.partial(on_host, self.params)
+        self.transport.mailbox.show(params, self.measure(), self.reference())
 
     async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:
         """Returns whether the next step is granted; joins the rounds that are due first.
@@ -163,11 +162,12 @@ class Worker:
         """
         while True:
             step = self.count + 1
-            asked = self._asked
+            if self._asked is not None and self._asked[0] == step:
+                _, asked = self._asked
+            else:  # the first step, or the worker has taken over another count
+                asked = self.transport.tell("claim", step)
             self._asked = None
-            if asked is None or asked[0] != step:  # it has taken over another count
-                asked = step, self.transport.tell("claim", step)
-            claim = await self.wait(asked[1])
+            claim = await self.wait(asked)
             self.number = claim.number
             if claim.go != "join":
                 break
@@ -181,11 +181,13 @@ class Worker:
         begun = self.transport.now()
         await self.transport.step(self.compute)
         seconds = self.transport.now() - begun
-        if seconds > 0:
-            speed = 1 / seconds
+        if seconds <= 0:
+            return
+        speed = 1 / seconds
+        if self.count > 2:  # the first steps include compilation
             known = self.report.speed
-            compiled = self.count > 2  # the first steps include compilation
-            self.report.speed = known + 0.1 * (speed - known) if compiled else speed
+            speed = known + 0.1 * (speed - known)
+        self.report.speed = speed
 
     def compute(self) -> None:
         """Computes one local step."""

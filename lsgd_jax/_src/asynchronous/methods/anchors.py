@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from lsgd_jax._src.asynchronous.engine.contents import combined, finite
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
@@ -81,7 +82,9 @@ class AnchorWorker(Driver):
     def turns(self) -> dict[int, int]:
         """The last turn that each present worker knows, as far as it is known here."""
         status = self.worker.status
-        known = {i: status.reports[i].rounds for i in status.present} if status else {}
+        known = {}
+        if status is not None:
+            known = {i: status.reports[i].rounds for i in status.present}
         return known | {self.worker.index: self.turn}
 
     def know(self, turn: int) -> None:
@@ -185,17 +188,13 @@ def delayed_nesterov(
         renews = extra["turn"] % every == 0
         total = jax.tree.map(jnp.add, state.total, updates)
 
-        def renewed(m, s):
+        def renewed(m: Array, s: Array) -> Array:
             return jnp.where(renews, momentum * m + s / every, m)
 
+        def step(g: Array, m: Array) -> Array:
+            return -learning_rate * (g / every + jnp.where(renews, momentum * m, 0))
+
         m = jax.tree.map(renewed, state.momentum, total)
-
-        def pushed(m):
-            return jnp.where(renews, momentum * m, 0)
-
-        def step(g, m):
-            return -learning_rate * (g / every + pushed(m))
-
         left = jax.tree.map(lambda s: jnp.where(renews, 0, s), total)
         return jax.tree.map(step, updates, m), DelayedNesterovState(m, left)
 

@@ -220,8 +220,9 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         newest = max(self.turns().values())
         if newest > self.turn:
             return range(max(next_one, newest - self._count + 1), newest + 1)
-        is_due = worker.count - self._sent >= self._period and self._taken(next_one) > 0
-        return range(next_one, next_one + is_due)
+        if worker.count - self._sent < self._period or self._taken(next_one) <= 0:
+            return range(0)
+        return range(next_one, next_one + 1)
 
     def _offer(self, number: int) -> Callable[[], Snapshot]:
         """Returns a function that makes this worker's answer to a turn."""
@@ -337,10 +338,11 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         outer = self.outers[p]
         method = self._method
 
-        def counts(answer):
-            return answer.measure > 0 and finite(answer.params)
-
-        given = {i: answer for i, answer in answers.items() if counts(answer)}
+        given = {
+            i: answer
+            for i, answer in answers.items()
+            if answer.measure > 0 and finite(answer.params)
+        }
         if not given:
             return outer
         # One shape at any number of answers, so that the merge is compiled once.

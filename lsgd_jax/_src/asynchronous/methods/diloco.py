@@ -110,7 +110,9 @@ class DiLoCoWorker(AnchorWorker):
 
     def __init__(self, method: DiLoCo, worker: Worker):
         workers = worker.transport.position.workers
-        every = method.momentum_every or (1 if method.together else workers)
+        every = method.momentum_every
+        if every is None:
+            every = 1 if method.together else workers
         outer = delayed_nesterov(method.learning_rate, method.momentum, every)
         super().__init__(worker, outer, [None])
         self._method = method
@@ -124,8 +126,10 @@ class DiLoCoWorker(AnchorWorker):
         method = self._method
         status = self.worker.status
         # H_i, from the speeds known so far.
-        known = [status.reports[i].speed for i in status.present] if status else []
-        fastest = max([worker.report.speed, *known])
+        speeds = [worker.report.speed]
+        if status is not None:
+            speeds += [status.reports[i].speed for i in status.present]
+        fastest = max(speeds)
         share = worker.report.speed / fastest if fastest else 1.0
         local_steps = max(1, round(method.local_steps * share))
         if self.in_flight or worker.count - self._sent < local_steps:

@@ -328,8 +328,13 @@ class Driver:
         check_same_tree("params", z, floats(worker.params))
         if not finite(z):
             return False
-        given = placed(z, sharding), jnp.float32(weight), np.bool_(is_finite)
-        worker.params = _pulled(sharding, worker.params, *given)
+        worker.params = _pulled(
+            sharding,
+            worker.params,
+            placed(z, sharding),
+            jnp.float32(weight),
+            np.bool_(is_finite),
+        )
         return True
 
     def shift(self, by: Tree) -> None:

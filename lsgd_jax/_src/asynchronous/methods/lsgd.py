@@ -78,10 +78,8 @@ class LSGD(FreeRunning):
             Level(position.group(("node", "local")), self.global_pull, self.global_period),
         ]
 
-        def is_on(pull):
-            return callable(pull) or pull > 0
-
-        return LSGDWorker(worker, [level for level in levels if is_on(level.pull)])
+        on = [level for level in levels if callable(level.pull) or level.pull > 0]
+        return LSGDWorker(worker, on)
 
 
 class Level(NamedTuple):

@@ -97,10 +97,11 @@ class Agreement:
     def _traced(self, position, x, y, state, is_finite, t):
         channel = MessageChannel(self._size, position)
 
-        def send():
-            return kernel.send(self._pull, channel, x, y, state, is_finite, t)
+        def send() -> tuple[Target, PullState]:
+            target, renewed, _ = kernel.send(self._pull, channel, x, y, state, is_finite, t)
+            return target, renewed
 
-        target, renewed = alone(lambda: send()[:2], *self._grid)
+        target, renewed = alone(send, *self._grid)
         leaves = zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
         return target, [None if new is old else new for new, old in leaves]
 
@@ -170,8 +171,9 @@ class Conversation:
             return answer
 
         position = np.int32(self._group.index(self._me))
-        given = position, x, y, state, is_finite, t
-        target, changed = await self._agreement(answered, *given)
+        target, changed = await self._agreement(
+            answered, position, x, y, state, is_finite, t
+        )
         return target, functools.partial(_renewed, changed)
 
     async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:

@@ -183,13 +183,15 @@ class PullsWorker(Driver):
             if pull.delay and lands[k] and k in self.in_flight:
                 is_finite |= await self._land(k, self.in_flight.pop(k), counts)
             if sends[k]:
-                x, y = (
-                    parts.select(pull.part, trees.floats(params))
-                    for params in (worker.x, worker.params)
+                agreement = self._conversations[k].agree(
+                    number,
+                    set(here) if pull.delay else here,  # with a delay, in the background
+                    parts.select(pull.part, trees.floats(worker.x)),
+                    parts.select(pull.part, trees.floats(worker.params)),
+                    self.pulls[k],
+                    np.bool_(counts),
+                    np.int32(worker.count),
                 )
-                among = set(here) if pull.delay else here  # it runs in the background
-                given = x, y, self.pulls[k], np.bool_(counts), np.int32(worker.count)
-                agreement = self._conversations[k].agree(number, among, *given)
                 coming = InFlight(self.transport.start(agreement), worker.count)
                 if pull.delay:
                     self.in_flight[k] = coming

@@ -299,10 +299,22 @@ def run(
     Raises:
       RuntimeError: all workers wait for each other for ever.
     """
-    given = network, speeds, seed, timeout, loss, collectives
-    simulation = Simulation(method, nodes, locals, steps, *given)
-    faults = drops or {}, joins or {}, hangs or {}
-    return run_virtual(simulation.run(training, *faults, until, observe))
+    simulation = Simulation(
+        method,
+        nodes,
+        locals,
+        steps,
+        network=network,
+        speeds=speeds,
+        seed=seed,
+        timeout=timeout,
+        loss=loss,
+        collectives=collectives,
+    )
+    training_of_all = simulation.run(
+        training, drops or {}, joins or {}, hangs or {}, until, observe
+    )
+    return run_virtual(training_of_all)
 
 
 def first_worker(

@@ -132,11 +132,18 @@ def test_a_peer_that_has_left_does_not_stop_the_other_one(pair):
 
 
 def test_a_program_whose_own_mailbox_hangs_or_dies_goes_on():
-    late, dead = concurrent.futures.Future(), concurrent.futures.Future()
-    actor, position = Mock(), GridPosition(1, 1, 2)
+    late = concurrent.futures.Future()
+    dead = concurrent.futures.Future()
+    actor = Mock()
     actor.moved.remote.return_value.future.side_effect = [late, dead]
-    given = "run", position, 0.05, Mailbox("float32", 1), time.time()
-    transport = JoinedTransport(actor, *given)
+    transport = JoinedTransport(
+        actor,
+        run="run",
+        position=GridPosition(1, 1, 2),
+        timeout=0.05,
+        mailbox=Mailbox("float32", 1),
+        begun=time.time(),
+    )
     with Peer(ADPSGD(), transport, lambda: None) as peer:
 
         def moved():
