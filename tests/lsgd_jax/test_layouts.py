@@ -1,6 +1,7 @@
 """Sharded workers compute the same numbers as workers on one device each."""
 
 import contextlib
+import functools
 import re
 
 import jax
@@ -84,6 +85,12 @@ def trained(workers, tx, specs=SPECS, step=None):
     return params, state
 
 
+@functools.cache
+def trained_in_shards(method, nodes, locals, inside):
+    """`trained` on a grid of workers, which several tests compare with."""
+    return trained(lj.Workers(nodes, locals, inside={"fsdp": inside}), METHODS[method]())
+
+
 def close(tree, other, rtol=1e-6):
     compare = lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
     jax.tree.map(compare, *jax.device_get((tree, other)))
@@ -96,9 +103,8 @@ COMBINED = QUICK + [("lsgd", grid) for grid in GRIDS[1:]] + in_turn(METHODS, GRI
 @pytest.mark.parametrize("method, grid", mostly_slow(COMBINED, fast=QUICK))
 def test_numbers_are_those_of_unsharded_workers(method, grid):
     nodes, locals, inside = grid
-    sharded = lj.Workers(nodes, locals, inside={"fsdp": inside})
     whole = lj.Workers(nodes, locals)
-    params, state = trained(sharded, METHODS[method]())
+    params, state = trained_in_shards(method, nodes, locals, inside)
     expected, whole_state = trained(whole, METHODS[method](), None)
     close(params, expected)
     for mine, other in zip(lj.diagnostics(state), lj.diagnostics(whole_state)):
@@ -276,7 +282,7 @@ def test_training_continues_with_other_workers_and_another_size_inside():
     before = lj.Workers(2, 2, inside={"fsdp": 2})
     after = lj.Workers(2, 1, inside={"fsdp": 4})
     tx = METHODS["lsgd"]()
-    params, state = before.fetch(trained(before, tx))
+    params, state = before.fetch(trained_in_shards("lsgd", 2, 2, 2))
     expected = jax.tree.map(lambda x: x[[0, 2]], params)
     params, state = lj.resize((params, state), sources=[0, 2])
     params = after.put(params, SPECS)
@@ -305,7 +311,6 @@ def test_workers_on_a_mesh_of_the_user_compute_the_same(axes, set_mesh):
     """Sharding constraints on the other axes work, as specs and as a NamedSharding."""
     mesh, tx = user_mesh(), METHODS["lsgd"]()
     theirs = lj.Workers(mesh=mesh, axes=axes)
-    ours = lj.Workers(theirs.nodes, theirs.locals, inside={"fsdp": 2})
     kernel = jax.sharding.NamedSharding(mesh, P(None, "fsdp"))
     plain = step_of(tx)
 
@@ -317,10 +322,12 @@ def test_workers_on_a_mesh_of_the_user_compute_the_same(axes, set_mesh):
 
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
         params, _ = trained(theirs, tx, step=step)
-    close(params, trained(ours, tx)[0], rtol=1e-5)
+    ours, _ = trained_in_shards("lsgd", theirs.nodes, theirs.locals, 2)
+    close(params, ours, rtol=1e-5)
     assert theirs.mesh == mesh
 
 
+@pytest.mark.slow  # `test_workers_on_a_mesh_of_the_user_compute_the_same` has other names
 def test_methods_accept_the_names_of_the_mesh():
     workers = lj.Workers(mesh=user_mesh(), axes="replica")
     params, batch = network(workers)
@@ -382,7 +389,7 @@ ONES = {
 }
 KINDS = {"inside": None, "automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 WITH_ONES = in_turn(METHODS | EXPLICIT, [*KINDS])[:-1] + [("int8", "explicit")]
-QUICKLY = [("int8", "explicit")]
+QUICKLY = [("diloco", "explicit")]
 
 
 @pytest.mark.parametrize("method, kind", mostly_slow(WITH_ONES, fast=QUICKLY))

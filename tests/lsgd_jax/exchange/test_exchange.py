@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import close, exchanged, train
+from harness import close, exchanged, mostly_slow, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import kernel, parts
@@ -24,7 +24,8 @@ def pair():
 
 @pytest.mark.parametrize(
     ("delay", "turns"),
-    [(3, [0]), (0, [2, 0]), (1, [2, 0]), (3, [2, 0])],  # the last has two in flight
+    # The last has two in flight.
+    mostly_slow([(3, [0]), (0, [2, 0]), (1, [2, 0]), (3, [2, 0])], fast=[(3, [2, 0])]),
 )
 def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
     """z is the y of the leader elected `delay` steps before; τ = 4, λ = 0.25."""

@@ -110,11 +110,11 @@ def test_invalid_parts_are_refused(part, message):
         exchanged(lj.local_sgd(1, part=part), GRID, PARAMS)
 
 
-# By default a graph with weights, pairs, and push-sum.
+# By default pairs and push-sum.
 GOSSIP = ["dpsgd", "adpsgd", "pairwise", "clock", "gosgd", "sgp"]
 
 
-@pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["dpsgd", "pairwise", "sgp"]))
+@pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["pairwise", "sgp"]))
 def test_gossip_is_as_exact_as_the_parameters(name):
     """One step against the mixing matrix, in float64."""
     make = {
@@ -189,7 +189,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(TURNS, fast=["int8"]))
+@pytest.mark.parametrize("name", mostly_slow(TURNS, fast=["at_once"]))
 def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name):
     """In the memory of a host every fragment has a state and a program of its own.
 
