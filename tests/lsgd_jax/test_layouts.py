@@ -243,6 +243,7 @@ def test_specs_with_another_function_in_a_field_are_told_so_in_one_line():
     assert len(str(got.value)) < 300
 
 
+@pytest.mark.slow  # `test_outer.py` has a shard_map of explicit axes
 def test_a_shard_map_of_the_user_may_have_automatic_axes():
     """Without `Workers` the layouts are not known: it is slower, with the same numbers.
 
@@ -347,8 +348,6 @@ EXPLICIT = {name: METHODS[name] for name in ("lsgd", "sgp", "median")} | {
     "fragments": lambda: optax.chain(SGD, lj.diloco(4, fragments=2, delay=1)),
     "int8": lambda: optax.chain(SGD, lj.diloco(3, wire="int8")),
 }
-# The axes of the workers on which a method is tested by default.
-QUICKLY = [("median", ONE)]
 
 
 def product_on(kind):
@@ -370,9 +369,10 @@ def trained_on(kind, axes, tx, set_mesh=True):
         return workers.fetch((params, state, lj.consensus(params)))
 
 
+@pytest.mark.slow  # `test_axes_of_size_1_change_nothing` has explicit axes
 @pytest.mark.parametrize(
     "method, axes",
-    mostly_slow([*in_turn(EXPLICIT, (BOTH, ONE)), ("median", ONE)], fast=QUICKLY),
+    [*in_turn(EXPLICIT, (BOTH, ONE)), ("median", ONE)],
 )
 def test_explicit_axes_give_the_numbers_of_automatic_ones(method, axes):
     """With and without the mesh as context. Counters of bytes are compared as well."""

@@ -281,8 +281,12 @@ FORMS = {
 }
 
 
+STACKED = [*((habit, "chain") for habit in HABITS), *(("vmap", form) for form in FORMS)]
+
+
+# By default one habit, with one form that is a chain and one that is none.
 @pytest.mark.parametrize(
-    "habit, form", [*((habit, "chain") for habit in HABITS), *(("vmap", x) for x in FORMS)]
+    "habit, form", mostly_slow(STACKED, fast=[("vmap", "every step"), ("vmap", "outer")])
 )
 def test_a_state_that_is_stacked_over_workers_is_refused_with_the_way_out(habit, form):
     tx, workers, x = FORMS[form](), pair(), jnp.arange(6.0).reshape(2, 3)

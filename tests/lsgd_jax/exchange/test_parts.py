@@ -57,7 +57,7 @@ def test_every_method_gives_its_part_to_its_pulls(method):
 
 @pytest.mark.parametrize(
     "make",
-    [functools.partial(lj.lsgd, 0.5, 0.5, 1, 1), functools.partial(lj.diloco, 1)]
+    [slow(functools.partial(lj.lsgd, 0.5, 0.5, 1, 1)), functools.partial(lj.diloco, 1)]
     + [slow(functools.partial(lj.easgd, period=1)), slow(lj.sgp)],
     ids=["lsgd", "diloco", "easgd", "sgp"],
 )
@@ -168,7 +168,8 @@ IN_FRAGMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(IN_FRAGMENTS, fast=["diloco"]))
+@pytest.mark.slow  # `test_fragments_that_share_a_program_…` has stacked layers, too
+@pytest.mark.parametrize("name", IN_FRAGMENTS)
 def test_stacked_layers_have_the_fragments_of_separate_layers(name):
     layers = functools.partial(IN_FRAGMENTS[name], part=["layers"])
     scanned, state = trained(layers(scan_axis=0), stacked=True)

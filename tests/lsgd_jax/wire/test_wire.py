@@ -79,7 +79,9 @@ def test_integers_by_hand():
     np.testing.assert_allclose(back, [4, -7, 1, 0, 7], rtol=1e-6)
 
 
-@pytest.mark.parametrize("format", mostly_slow(FORMATS, fast=("int4",)))
+# By default `test_the_error_of_a_draw_…` has draws.
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
 def test_stochastic_rounding_has_no_bias(format):
     """The mean of n draws is within 5 standard deviations of the value."""
     draws = 4000
@@ -440,7 +442,7 @@ def test_float32_adds_nothing():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("locals", [1, 3])
+@pytest.mark.parametrize("locals", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_inside_one_node_nothing_is_rounded(locals):
     rng = np.random.default_rng(0)
     start, steps = rng.normal(size=(2, locals, 9)).astype(np.float32)

@@ -45,7 +45,7 @@ def is_asynchronous(name):
 MADE = {name: METHODS[name].make(4) for name in RULES if is_asynchronous(name)}
 # All rounds of a graph are one program: its permutations are a part of the message.
 MADE["many rounds"] = lj.dpsgd(topology=lj.topology.matchings(8, rounds=6))
-QUICK = ["lsgd", "diloco_streaming", "diloco+int4", "many rounds"]
+QUICK = ["lsgd", "diloco_streaming", "diloco+int4"]
 
 
 @pytest.mark.parametrize("name", mostly_slow(MADE, fast=QUICK))
