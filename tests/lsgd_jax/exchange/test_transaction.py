@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from harness import (
-    KINDS,
+    EXACT_KINDS,
     METHODS,
     RULES,
     in_turn,
@@ -186,7 +186,7 @@ def is_plain(name):
     return not method.first and isinstance(method.make(2), lj.Exchange)
 
 
-PLAIN = [name for name in ("local_sgd", *KINDS) if is_plain(name)]
+PLAIN = [name for name in ("local_sgd", *EXACT_KINDS, "diloco+int4") if is_plain(name)]
 RANDOM = "pairwise"  # a worker may meet no other one
 
 
