@@ -100,7 +100,7 @@ def test_slurm_resumes_after_sigterm_and_a_lost_node(slurm, submit, undisturbed,
 
 def test_slurm_starts_a_run_with_a_program_error_only_once_again(slurm, submit, tmp_path):
     run, printed = tmp_path / "run", tmp_path / "job.txt"
-    job = submit("--steps", "60", before=FAILS)
+    job = submit("--steps", "120", before=FAILS)
     slurm.until(lambda: slurm.job(job)["JobState"] == "FAILED", 180)
     assert slurm.job(job)["ExitCode"] == "2:0"
     assert slurm.job(job)["Restarts"] == "2"
