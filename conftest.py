@@ -33,6 +33,8 @@ from lsgd_jax._src.workers.devices import emulate_devices, tune_cpu  # noqa: E40
 emulate_devices(8)
 tune_cpu()
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Noting where in the source each operation stands takes some of the time of compiling it.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.devices()  # makes the devices now, because a tested command must not change them
 
 

@@ -282,6 +282,51 @@ METHODS |= {
 }
 
 
+# Rows of tests of every method
+#
+# Exact resume, the bytes sent and types that stay are tested for every row of METHODS, and
+# the numbers of every method against oracles. Any other property needs the rows whose code
+# differs: RULES for a property of the rules, KINDS for one of the kernel, the wire formats
+# or the workers.
+
+KINDS = {
+    "lsgd": "elections on two levels",
+    "lsgd_streaming": "both levels in fragments of stacked layers, in flight",
+    "easgd": "a center",
+    "diloco_streaming": "an anchor and an outer optimizer in fragments, in flight",
+    "desloc": "a method around the optimizer",
+    "noloco": "an anchor of each worker",
+    "sparse_diloco": "the largest elements",
+    "grawa+layers": "weights of each layer from gradients",
+    "robust+pull": "parameters that are gathered",
+    "sgp": "pushes, which change the weights of the workers",
+    "osgp_delayed": "messages that the rule itself keeps in flight",
+    "pairwise": "pairs that are drawn, with losses",
+    "wagma": "groups that change",
+    "licm": "gradients that are gathered",
+    "post_local_sgd": "means of gradients, then of parameters",
+    "lsgd+bfloat16": "a narrow format without scales",
+    "diloco+int4": "differences to an anchor in a narrow format",
+    "sgp+int8": "differences to a reference in a narrow format",
+    "wagma+stochastic": "draws in a narrow format",
+    "diloco+int8_across": "a narrow format between nodes alone",
+}
+FORMATS = ("bfloat16", "int8", "int4", "stochastic", "int8_across")
+RULES = [name for name in METHODS if name in KINDS or not name.endswith(FORMATS)]
+# For properties that have nothing to do with formats.
+EXACT_KINDS = [name for name in KINDS if not name.endswith(FORMATS)]
+# The rows of both that are tested by default.
+FAST = "lsgd easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
+
+
+def of_each(names, fast=FAST):
+    """Parametrizes a test by the names of methods; all but the fast ones are marked slow.
+
+    The tests of a method run one after the other, in one process, and share its programs.
+    """
+    return pytest.mark.parametrize("name", mostly_slow(names, fast), scope="session")
+
+
 def in_turn(names, values):
     """Pairs of each name and one of the values, which take turns."""
     return [(name, values[i % len(values)]) for i, name in enumerate(names)]
@@ -536,14 +581,14 @@ def make(tx, W, devices=1, **options):
     return Run(optax.chain(SGD, tx), 1, W, devices, **options)
 
 
-@functools.cache
+@functools.lru_cache(16)
 def run_of(name, nodes, locals, devices, rate=0.1):
     """The form that the README recommends: a guarded base and `lj.apply_updates`."""
     tx = METHODS[name].chain(nodes * locals, GUARDED(optax.sgd(rate)))
     return Run(tx, nodes, locals, devices)
 
 
-@functools.cache
+@functools.lru_cache(4)
 def unguarded(name):
     """optax's own `apply_updates`, and a base optimizer that passes on nan."""
     tx = METHODS[name].chain(8, optax.sgd(0.1), check="every_step")

@@ -2,6 +2,7 @@
 
 import ast
 
+import pytest
 from outside import ROOT
 
 
@@ -23,21 +24,23 @@ PRIVATE = {
 # The public names of Python that begin with an underscore.
 PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 
-TREES = {
-    path: ast.parse(path.read_text())
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@pytest.fixture
+def trees():
+    """The syntax trees of all files of the packages."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return [ast.parse(path.read_text()) for path in paths]
 
 
 def is_private(name):
     return any(x.startswith("_") and not x.startswith("__") for x in name.split("."))
 
 
-def defined():
+def defined(trees):
     """Returns the names that this repository defines."""
-    for tree in TREES.values():
+    for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, FUNCTION | ast.ClassDef):
                 yield node.name
@@ -72,9 +75,9 @@ def private_names(tree, ours):
                 yield name
 
 
-def test_private_names_of_other_packages_are_listed_here():
-    ours = {*defined()}
-    found = {name for tree in TREES.values() for name in private_names(tree, ours)}
+def test_private_names_of_other_packages_are_listed_here(trees):
+    ours = {*defined(trees)}
+    found = {name for tree in trees for name in private_names(tree, ours)}
     # A longer name begins with a listed one, and its parts are names as well.
     known = {x for x in found for y in PRIVATE if f"{x}.".startswith(f"{y}.")}
     parts = {x for x in found for y in PRIVATE if y.startswith(f"{x}.")}

@@ -13,7 +13,7 @@ TX = optax.chain(
     optax.sgd(0.1),
     lj.exchange(
         lj.lsgd(0.3, 0.2, 2, 4),
-        lj.diloco(2, fragments=2, wire="int8"),
+        lj.diloco(2, wire="int8"),
         lj.sgp(),
         lj.Pull(lj.rules.robust_mean("trimmed_mean"), 0.5, every=2),
     ),

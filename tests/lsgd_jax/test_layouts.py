@@ -1,6 +1,7 @@
 """Sharded workers compute the same numbers as workers on one device each."""
 
 import contextlib
+import functools
 import re
 
 import jax
@@ -90,6 +91,12 @@ def trained(workers, tx, specs=SPECS, step=None):
     return params, state
 
 
+@functools.cache
+def trained_in_shards(method, nodes, locals, inside):
+    """`trained` on a grid of workers, which several tests compare with."""
+    return trained(lj.Workers(nodes, locals, inside={"fsdp": inside}), METHODS[method]())
+
+
 def close(tree, other, rtol=1e-6):
 
     def compare(x, y):
@@ -105,9 +112,8 @@ COMBINED = QUICK + [("lsgd", grid) for grid in GRIDS[1:]] + in_turn(METHODS, GRI
 @pytest.mark.parametrize("method, grid", mostly_slow(COMBINED, fast=QUICK))
 def test_numbers_are_those_of_unsharded_workers(method, grid):
     nodes, locals, inside = grid
-    sharded = lj.Workers(nodes, locals, inside={"fsdp": inside})
     whole = lj.Workers(nodes, locals)
-    params, state = trained(sharded, METHODS[method]())
+    params, state = trained_in_shards(method, nodes, locals, inside)
     expected, whole_state = trained(whole, METHODS[method](), None)
     close(params, expected)
     for mine, other in zip(lj.diagnostics(state), lj.diagnostics(whole_state)):
@@ -256,6 +262,7 @@ def test_specs_with_another_function_in_a_field_are_told_so_in_one_line():
     assert len(str(got.value)) < 300
 
 
+@pytest.mark.slow  # `test_outer.py` has a shard_map of explicit axes
 def test_a_shard_map_of_the_user_may_have_automatic_axes():
     """Without `Workers` the layouts are not known: it is slower, with the same numbers.
 
@@ -297,7 +304,7 @@ def test_training_continues_with_other_workers_and_another_size_inside():
     before = lj.Workers(2, 2, inside={"fsdp": 2})
     after = lj.Workers(2, 1, inside={"fsdp": 4})
     tx = METHODS["lsgd"]()
-    params, state = before.fetch(trained(before, tx))
+    params, state = before.fetch(trained_in_shards("lsgd", 2, 2, 2))
     expected = jax.tree.map(lambda x: x[[0, 2]], params)
     params, state = lj.resize((params, state), sources=[0, 2])
     params = after.put(params, SPECS)
@@ -328,7 +335,6 @@ def test_workers_on_a_mesh_of_the_user_compute_the_same(axes, set_mesh):
     mesh = user_mesh()
     tx = METHODS["lsgd"]()
     theirs = lj.Workers(mesh=mesh, axes=axes)
-    ours = lj.Workers(theirs.nodes, theirs.locals, inside={"fsdp": 2})
     kernel = jax.sharding.NamedSharding(mesh, P(None, "fsdp"))
     plain = step_of(tx)
 
@@ -340,10 +346,12 @@ def test_workers_on_a_mesh_of_the_user_compute_the_same(axes, set_mesh):
 
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
         params, _ = trained(theirs, tx, step=step)
-    close(params, trained(ours, tx)[0], rtol=1e-5)
+    ours, _ = trained_in_shards("lsgd", theirs.nodes, theirs.locals, 2)
+    close(params, ours, rtol=1e-5)
     assert theirs.mesh == mesh
 
 
+@pytest.mark.slow  # `test_workers_on_a_mesh_of_the_user_compute_the_same` has other names
 def test_methods_accept_the_names_of_the_mesh():
     workers = lj.Workers(mesh=user_mesh(), axes="replica")
     params, batch = network(workers)
@@ -364,8 +372,6 @@ EXPLICIT = {name: METHODS[name] for name in ("lsgd", "sgp", "median")} | {
     "fragments": lambda: optax.chain(SGD, lj.diloco(4, fragments=2, delay=1)),
     "int8": lambda: optax.chain(SGD, lj.diloco(3, wire="int8")),
 }
-# The axes of the workers on which a method is tested by default.
-QUICKLY = [("median", ONE)]
 
 
 def product_on(kind):
@@ -387,9 +393,10 @@ def trained_on(kind, axes, tx, set_mesh=True):
         return workers.fetch((params, state, lj.consensus(params)))
 
 
+@pytest.mark.slow  # `test_axes_of_size_1_change_nothing` has explicit axes
 @pytest.mark.parametrize(
     "method, axes",
-    mostly_slow([*in_turn(EXPLICIT, (BOTH, ONE)), ("median", ONE)], fast=QUICKLY),
+    [*in_turn(EXPLICIT, (BOTH, ONE)), ("median", ONE)],
 )
 def test_explicit_axes_give_the_numbers_of_automatic_ones(method, axes):
     """With and without the mesh as context. Counters of bytes are compared as well."""
@@ -407,7 +414,7 @@ ONES = {
 }
 KINDS = {"inside": None, "automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 WITH_ONES = in_turn(METHODS | EXPLICIT, [*KINDS])[:-1] + [("int8", "explicit")]
-QUICKLY = [("int8", "explicit")]
+QUICKLY = [("diloco", "explicit")]
 
 
 @pytest.mark.parametrize("method, kind", mostly_slow(WITH_ONES, fast=QUICKLY))

@@ -9,12 +9,16 @@ import numpy as np
 import optax
 import pytest
 from harness import (
+    FAST,
+    FORMATS,
+    KINDS,
     METHODS,
+    RULES,
     Run,
     check_found_by_optax,
     close,
     exchanges,
-    mostly_slow,
+    of_each,
     run_of,
     train,
     unguarded,
@@ -23,17 +27,6 @@ from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from lsgd_jax._src.workers.uniform import equations
-
-
-# By default only these methods are tested with a narrow wire format or as a variant
-# ("method+format").
-FAST_WIRES = ("lsgd+int8", "diloco+int4")
-# Composed of others, or another order, clock or decay of one that is tested by default.
-LONG = "desloc post_local_sgd median_worker easgd_combine pairwise_clock cge_decay".split()
-
-
-SHORT = [name for name in METHODS if "+" not in name and name not in LONG]
-SHORT += FAST_WIRES
 
 
 def method_of(name):
@@ -46,12 +39,7 @@ def arrives_late(name):
     return method_of(name) in late or "+layers" in name
 
 
-every_method = pytest.mark.parametrize("name", mostly_slow(METHODS, fast=SHORT))
-# One of each kind of exchange. In long tests, all other methods are marked slow.
-KINDS = (
-    "lsgd lsgd_streaming easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
-)
-a_method_of_each_kind = pytest.mark.parametrize("name", mostly_slow(METHODS, fast=KINDS))
+PULLS = [name for name in RULES if not METHODS[name].first]
 BAD = 1
 
 
@@ -60,10 +48,10 @@ def rows(tree, keep):
 
 
 # A pull that tells x from y, a coded one and a robust aggregate.
-COMPLEX = "easgd_combine diloco+int4 robust+krum".split()
+COMPLEX = ["easgd_combine", "diloco+int4", "robust+krum"]
 
 
-@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=COMPLEX))
+@of_each([*COMPLEX[:1], *KINDS, *COMPLEX[2:]], fast=COMPLEX)
 def test_a_complex_leaf_is_exchanged_as_its_two_parts(name):
     """Bit-identically, also where only one part of a worker's number is not finite."""
     draw = np.random.default_rng(0).normal
@@ -101,9 +89,7 @@ def base_alone(W, base=SGD):
 ALONE = "lsgd easgd local_sgd sparta sgp pairwise wagma allreduce licm cge".split()
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow([n for n, m in METHODS.items() if m.alone], fast=ALONE)
-)
+@of_each([name for name in RULES if METHODS[name].alone], fast=ALONE)
 def test_one_worker_is_the_base_optimizer(name):
     """With momentum, so that the gradients that the base optimizer sees must be unchanged.
 
@@ -115,10 +101,7 @@ def test_one_worker_is_the_base_optimizer(name):
 
 
 # Oracles take turns on 8, 4, 2 and 1 devices.
-WITHOUT_TURNS = ("diloco_streaming", "sgp", "wagma", "diloco+int4")
-
-
-@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=WITHOUT_TURNS))
+@of_each(KINDS, fast=["sgp", "diloco+int4"])
 def test_numbers_do_not_depend_on_the_devices(name):
     """One worker per device, against four workers per device with a split node axis."""
     one, other = (run_of(name, 4, 2, devices).trained[0] for devices in (8, 2))
@@ -127,11 +110,12 @@ def test_numbers_do_not_depend_on_the_devices(name):
     check_comes_together(name, one)
 
 
+# Beside the kinds, the other graphs.
+ODD = ("dpsgd", "adpsgd", "gosgd", "pairwise_clock")
+
+
 # By default elections, weights, and a grid that is refused.
-ODD = ("lsgd", "sgp", "wagma")
-
-
-@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=ODD))
+@of_each([*KINDS, *ODD], fast=["lsgd", "sgp", "wagma"])
 def test_one_node_one_local_worker_and_odd_numbers_of_workers(name):
     grids = ((1, 5, 5), (5, 1, 1))
     if 5 in METHODS[name].refuses:
@@ -161,13 +145,11 @@ def check_comes_together(name, seen):
 
 
 # By default `check="every_step"` without a guard is compiled for these methods only.
-FAST = ("lsgd", "diloco_streaming", "osgp_delayed")
-PULLS = [n for n, m in METHODS.items() if not m.first]
-a_pull_in_short = pytest.mark.parametrize("name", mostly_slow(PULLS, fast=FAST))
+without_a_guard = of_each(PULLS, fast=["lsgd", "diloco_streaming", "osgp_delayed"])
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "forever"])
-@every_method
+@of_each(RULES)
 def test_a_non_finite_worker_harms_no_other_and_is_restored(name, lasting):
     # If no message arrives on its one non-finite step, the worker continues by itself.
     late = not lasting and method_of(name) in ("gosgd", "osgp_delayed")
@@ -175,7 +157,7 @@ def test_a_non_finite_worker_harms_no_other_and_is_restored(name, lasting):
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "forever"])
-@a_pull_in_short
+@without_a_guard
 def test_checking_every_step_replaces_the_guards(name, lasting):
     check_one_bad_worker(unguarded(name), lasting)
 
@@ -218,7 +200,7 @@ def all_bad(run):
     return seen, state
 
 
-@pytest.mark.parametrize("name", mostly_slow(PULLS, fast=SHORT))
+@of_each(PULLS)
 def test_workers_lose_a_step_that_is_finite_on_none(name):
     """Only targets in flight still move them."""
     seen, state = all_bad(run_of(name, 4, 2, 8))
@@ -228,7 +210,7 @@ def test_workers_lose_a_step_that_is_finite_on_none(name):
     assert np.abs(seen[4]["w"] - seen[2]["w"]).max() > 1e-4
 
 
-@a_pull_in_short
+@without_a_guard
 def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
     """A target in flight also restores a worker.
 
@@ -257,9 +239,7 @@ def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
         close(seen[-1], seen[1])
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(METHODS, fast=[*KINDS, "noloco", "sparta", "sparse_diloco"])
-)
+@of_each(METHODS, fast=[*FAST, "noloco", "sparta", "sparse_diloco"])
 def test_a_run_goes_on_bit_identical_from_what_was_saved(name):
     """Errors of the wire, slow weights, draws and messages in flight go along."""
     run = run_of(name, 4, 2, 8)
@@ -271,34 +251,41 @@ def test_a_run_goes_on_bit_identical_from_what_was_saved(name):
     chex.assert_trees_all_equal(*map(run.workers.fetch, (state, last)))
 
 
-@every_method
-def test_compiles_once_and_state_keeps_its_types(name):
+@of_each(METHODS)
+def test_parameters_and_state_keep_their_types(name):
+    """Shapes, dtypes, shardings and weak types, so that a step is compiled only once."""
     run = run_of(name, 4, 2, 8)
     params = run.workers.put(run.start)
-    before = run.init(params)
+    state = run.init(params)
     described = lambda x: (x.shape, x.dtype, x.sharding, x.aval.weak_type)
-    kept = jax.tree.map(described, (params, before))
-    _, after = run.step(params, before, run.workers.put(run.batches[0]))
-    params, after = run.step(params, after, run.workers.put(run.batches[0]))
-    assert jax.tree.map(described, (params, after)) == kept
+    kept = jax.tree.map(described, (params, state))
+    for batch in run.batches[:2]:
+        params, state = run.compiled(params, state, run.workers.put(batch))
+        assert jax.tree.map(described, (params, state)) == kept
+
+
+@of_each(KINDS, fast=["lsgd", "diloco+int4"])
+def test_compiles_once(name):
+    run = run_of(name, 4, 2, 8)
+    params = run.workers.put(run.start)
+    state = run.init(params)
+    for batch in run.batches[:3]:
+        params, state = run.step(params, state, run.workers.put(batch))
     assert run.step._cache_size() == 1
 
 
-@every_method
+@of_each(RULES)
 def test_optax_finds_the_trees_like_the_parameters_in_the_state(name):
     workers = lj.Workers(2, 2, devices=jax.devices()[:4])
     check_found_by_optax(METHODS[name].chain(4, optax.adam(0.1)), workers)
 
 
-STRICT = [(n, *each) for each in (("bfloat16", False), ("float32", True)) for n in METHODS]
-STRICTLY = [case for case in STRICT if case[0] in (*KINDS, "parle", "lsgd+int8")]
-
-
-@pytest.mark.parametrize("name, dtype, x64", mostly_slow(STRICT, fast=STRICTLY))
-def test_dtypes_stay_under_strict_promotion(name, dtype, x64):
+@of_each(RULES, fast=[*FAST, "parle", "lsgd+bfloat16"])
+def test_dtypes_stay_under_strict_promotion(name):
     run = run_of(name, 4, 2, 8)  # which other tests share, without these settings
-    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
-        check_dtypes(run, jnp.dtype(dtype))
+    for dtype, x64 in (("bfloat16", False), ("float32", True)):
+        with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
+            check_dtypes(run, jnp.dtype(dtype))
 
 
 def check_dtypes(run, dtype):
@@ -310,7 +297,7 @@ def check_dtypes(run, dtype):
     assert jax.tree.map(described, after) == jax.tree.map(described, state)
 
 
-@every_method
+@of_each(METHODS)
 def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
     """8 workers on 8 devices."""
     method, run = METHODS[name], run_of(name, 4, 2, 8)
@@ -330,7 +317,7 @@ def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
     assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
 
 
-@a_method_of_each_kind
+@of_each(KINDS)
 def test_predicates_of_communication_are_the_same_on_all_workers(name):
     """By jax's types (`check_vma`), which also prove that shared state is equal on all.
 
@@ -360,7 +347,7 @@ def test_predicates_of_communication_are_the_same_on_all_workers(name):
         updates, state = tx.update(grads, one(state), x, value=value[0])
         return stack((updates, state if proves_state else ()))
 
-    proves_state = name in KINDS and "+" not in name
+    proves_state = not name.endswith(("sparse_diloco", *FORMATS))
     after = specs if proves_state else ()
     update = jax.shard_map(
         update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=(P(axes), after)
@@ -380,7 +367,7 @@ def test_predicates_of_communication_are_the_same_on_all_workers(name):
     assert decided > 0 or exchanges(run.text)[0] > 0
 
 
-@a_method_of_each_kind
+@of_each(KINDS)
 def test_ignores_extra_arguments_and_needs_parameters(name):
     method = METHODS[name]
     tx = method.make(1)

@@ -40,8 +40,10 @@ def build(case):
 
 
 EACH = in_turn(CASES, (8, 1, 2, 4))
-# Of methods that have another oracle.
-MORE = ("lsgd_single_leader", "easgd_combine_then_adapt", "pairwise_constant")
+# Of methods that have another oracle, or whose equations their own tests compute by hand.
+MORE = "lsgd_single_leader lsgd_combine_then_adapt easgd_combine_then_adapt".split()
+MORE += "pairwise_constant pairwise_loss downpour local_sgd".split()
+MORE += "allreduce coordinate_median".split()
 
 
 # `test_numbers_do_not_depend_on_the_devices` runs every method on others, too.
@@ -100,9 +102,9 @@ def noloco(groups, momentum, rate, gamma, period):
 BUILD = {f.__name__: f for f in (grawa, edit, decoupled, sparseloco, noloco)}
 NEW = {n: case for n, case in CASES_2026.items() if case["method"] in (*BUILD, "desloc")}
 ODD = ("sparseloco", "noloco", "desloc")
-# By default one number of workers, for most an odd one.
-FAST = [n for n, case in NEW.items() if case["method"] in ODD and case["workers"] == 3]
-FAST += "lgrawa-2 edit-4 edit_layer-3 decoupled_rda-3".split()
+# By default one number of workers, for most an odd one, and the harder one of two forms.
+FAST = "sparseloco_2bit-3 noloco-3 desloc_adam-3 lgrawa-2".split()
+FAST += "edit_layer-3 decoupled_rda-3".split()
 
 
 @pytest.mark.parametrize("name", mostly_slow(NEW, fast=FAST))

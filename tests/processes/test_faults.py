@@ -25,17 +25,21 @@ from train.process.exit_status import CRASHED, RESUME, SIGNALED
 
 
 def assert_told(trainers, lost, run):
-    """Checks that the survivors end in time, with one line or aborted by jax."""
+    """Checks that the survivors end in time, with one line or aborted by jax.
+
+    Lines that jax prints itself may follow.
+    """
     statuses = trainers.end(limit=4 * HEARTBEAT_S)
     for i, status in enumerate(statuses):
         if i == lost:
             continue
         assert status in (RESUME, -signal.SIGABRT), trainers.printed(i)
         if status == RESUME:
-            last = trainers.last_line(i)
-            assert last.startswith("error: another process was lost at step ")
-            assert f"; checkpoints are kept in {run}/checkpoints; to resume: " in last
-            assert f"python -m train digits --run-dir {run} --resume" in last
+            lines = trainers.printed(i).splitlines()
+            (told,) = [line for line in lines if line.startswith("error: ")]
+            assert told.startswith("error: another process was lost at step ")
+            assert f"; checkpoints are kept in {run}/checkpoints; to resume: " in told
+            assert f"python -m train digits --run-dir {run} --resume" in told
     return statuses
 
 
@@ -50,18 +54,18 @@ def assert_all_saved(trainers, run):
 @pytest.mark.slow
 def test_random_processes_are_killed_repeatedly(start, check_resumed, tmp_path):
     """kill -9 at random steps; the run ends bit-identical to an undisturbed one."""
-    run, chance, kills = tmp_path / "run", random.Random(0), 3
-    for kill in range(kills):
-        trainers = start(4, *FOR_EVER, *["--resume"] * (kill > 0))
+    run, chance = tmp_path / "run", random.Random(0)
+    for more in ([], ["--resume"]):
+        trainers = start(4, *FOR_EVER, *more)
         wanted = reported(run) + chance.randrange(4, 12)
         trainers.until(lambda wanted=wanted: reported(run) >= wanted)
         lost = chance.randrange(4)
         trainers.send(signal.SIGKILL, lost)
         assert_told(trainers, lost, run)
     last = max(checkpoints(run))
-    check_resumed(4, steps=last + 10)
+    check_resumed(2)
     begins = [event["step"] for event in records.read(run)["start"]]
-    assert begins[-1] == last and len(begins) == kills + 1
+    assert begins[-1] == last and len(begins) == 3
 
 
 @pytest.mark.slow
@@ -99,7 +103,7 @@ def test_process_0_is_killed_while_a_checkpoint_is_written(start, check_resumed,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [0, 1])
-def test_the_launcher_says_how_to_resume(start, check_resumed, tmp_path, process):
+def test_the_launcher_says_how_to_resume(start, tmp_path, process):
     """Whatever the processes still say: jax may abort those that are left."""
     launcher = [sys.executable, "-m", "train.launch", "--processes", "2", "--"]
     trainers = start(1, *FOR_EVER, by=lambda _: [([], {})], program=[launcher])
@@ -111,7 +115,6 @@ def test_the_launcher_says_how_to_resume(start, check_resumed, tmp_path, process
     command = f"python -m train.launch --processes 2 -- digits --run-dir {tmp_path}/run"
     line = f"error: process {process} was ended by SIGKILL; to resume: {command} --resume"
     assert trainers.last_line(0).startswith(line)
-    check_resumed(2)
 
 
 @pytest.mark.slow
@@ -136,11 +139,11 @@ def test_a_paused_process_is_waited_for(start, check_resumed, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_late_for_the_first_step_is_waited_for(start, undisturbed, tmp_path):
-    """As if compiling its first step took long."""
+    """As if its first step took long to compile; gloo alone would give up after 30 s."""
     late = (
         "import sys, time; from train.task.experiment import Experiment; "
         "whole = Experiment.batches; Experiment.batches = lambda *a: "
-        "(time.sleep(40 * ('--distributed.process-id=1' in sys.argv)), whole(*a))[1]; "
+        "(time.sleep(36 * ('--distributed.process-id=1' in sys.argv)), whole(*a))[1]; "
     )
     trainers = start(2, "--steps", str(END), before=late)
     assert trainers.end() == [0, 0], trainers.printed(0)

@@ -168,12 +168,12 @@ def test_the_loss_of_ray_is_one_line_that_says_how_to_go_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["gcs_server", "ray::TrainController"])
-def test_kill_9_of_a_part_of_ray_ends_the_command_in_one_line(part, tmp_path):
+def test_kill_9_of_a_part_of_ray_ends_the_command_in_one_line(part, tmp_path, cache):
     run = tmp_path / "run"
     more = ["--run-dir", str(run), *FOR_EVER, "--ray.processes", "2"]
     arguments = [*SMALL, *more, "--ray.devices-per-process=2"]
     is_part = lambda x: part in f"{x.name()} {x.cmdline()[0]}"
-    with Trainers(tmp_path / "out", arguments, [([], {})], before=TINY) as driver:
+    with Trainers(tmp_path / "out", arguments, [([], {})], cache, TINY) as driver:
         driver.until(lambda: list((run / "checkpoints").glob("[1-9]*[0-9]")))
         everything = driver.started()
         (victim,) = [x for x in everything if is_part(x)]
@@ -188,7 +188,7 @@ def test_kill_9_of_a_part_of_ray_ends_the_command_in_one_line(part, tmp_path):
 
 
 @pytest.mark.slow
-def test_kill_9_of_a_process_and_ctrl_c_of_the_driver(undisturbed, tmp_path):
+def test_kill_9_of_a_process_and_ctrl_c_of_the_driver(undisturbed, tmp_path, cache):
     """The group restarts. Ctrl-C then makes all processes save at the same step."""
     run = tmp_path / "run"
     more = ["--run-dir", str(run), "--steps", "1000000", "--ray.processes", "2"]
@@ -201,7 +201,7 @@ def test_kill_9_of_a_process_and_ctrl_c_of_the_driver(undisturbed, tmp_path):
         for process in psutil.process_iter(["cmdline"])
         if {str(run), "--distributed.process-id=1"} <= set(process.info["cmdline"] or [])
     ]
-    with Trainers(tmp_path / "out", arguments, without_proxies, before=TINY) as driver:
+    with Trainers(tmp_path / "out", arguments, without_proxies, cache, TINY) as driver:
         driver.until(saved)
         trainers()[0].kill()
         driver.until(lambda: len(starts()) == 2)

@@ -38,7 +38,7 @@ def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
     assert "is back" in out and "saved; to resume: python -m train digits" in out
     assert "Traceback" not in out
     assert not psutil.wait_procs(everything, timeout=60)[1]
-    end = str(checkpoints(tmp_path / "run")[-1] + 20)
+    end = str(checkpoints(tmp_path / "run")[-1] + 6)
 
     with start(tmp_path, "--resume", "--steps", end, "--workers.locals", "2") as trainer:
         assert trainer.end() == [0], trainer.printed(0)

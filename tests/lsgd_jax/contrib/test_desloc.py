@@ -16,7 +16,7 @@ import lsgd_jax as lj
     "base, periods, moment",
     [
         (optax.adam(0.1), [2, 6, 12], "mu"),
-        (optax.sgd(0.1, momentum=0.9), [2, 6], "trace"),
+        pytest.param(optax.sgd(0.1, momentum=0.9), [2, 6], "trace", marks=pytest.mark.slow),
     ],
 )
 def test_desloc_averages_the_moments_of_its_part_whatever_the_base(base, periods, moment):

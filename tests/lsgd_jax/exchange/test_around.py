@@ -118,7 +118,7 @@ PROGRAMS = {
 
 
 CASES = [*((name, False) for name in PROGRAMS), ("TrainState", True)]
-QUICK = [("TrainState", True), ("dict of results", False), ("getter and setter", False)]
+QUICK = [("TrainState", True), ("dict of results", False)]
 
 
 @pytest.mark.parametrize("name, by_phase", mostly_slow(CASES, fast=QUICK))
@@ -182,7 +182,9 @@ def test_under_pmap_and_vmap():
     close(*found)
 
 
-@pytest.mark.parametrize("method", [lj.lsgd, lj.diloco])
+@pytest.mark.parametrize(
+    "method", [pytest.param(lj.lsgd, marks=pytest.mark.slow), lj.diloco]
+)
 def test_a_run_under_pmap_continues_from_all_rows_and_not_from_one(method):
     """Between exchanges; saved as arrays of the host."""
     periods = dict(local_period=2, global_period=4) if method is lj.lsgd else {"period": 2}
@@ -321,7 +323,7 @@ def test_places_of_which_one_is_wrong_are_refused(params, message):
         lj.around(adversaries, lj.local_sgd(1, axes=()), params=params).init(GAN)
 
 
-@pytest.mark.parametrize("by_phase", [False, True])
+@pytest.mark.parametrize("by_phase", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nested_methods_have_their_own_parameters_and_periods(by_phase):
     slow, fast = lj.local_sgd(4), lj.local_sgd(2)
     inner = lj.around(adversaries, fast, params="g")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import close, exchanged, train
+from harness import close, exchanged, mostly_slow, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import kernel, parts
@@ -24,7 +24,8 @@ def pair():
 
 @pytest.mark.parametrize(
     ("delay", "turns"),
-    [(3, [0]), (0, [2, 0]), (1, [2, 0]), (3, [2, 0])],  # the last has two in flight
+    # The last has two in flight.
+    mostly_slow([(3, [0]), (0, [2, 0]), (1, [2, 0]), (3, [2, 0])], fast=[(3, [2, 0])]),
 )
 def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
     """z is the y of the leader elected `delay` steps before; τ = 4, λ = 0.25."""
@@ -280,8 +281,12 @@ FORMS = {
 }
 
 
+STACKED = [*((habit, "chain") for habit in HABITS), *(("vmap", form) for form in FORMS)]
+
+
+# By default one habit, with one form that is a chain and one that is none.
 @pytest.mark.parametrize(
-    "habit, form", [*((habit, "chain") for habit in HABITS), *(("vmap", x) for x in FORMS)]
+    "habit, form", mostly_slow(STACKED, fast=[("vmap", "every step"), ("vmap", "outer")])
 )
 def test_a_state_that_is_stacked_over_workers_is_refused_with_the_way_out(habit, form):
     tx, workers, x = FORMS[form](), pair(), jnp.arange(6.0).reshape(2, 3)

@@ -53,7 +53,14 @@ COUNTS = {
 
 
 # Made by an optimizer, by `jax.grad` of integers, and of the dtype of the leaf.
-@pytest.mark.parametrize("u", [jnp.float32(0), np.zeros((), jax.dtypes.float0), None])
+@pytest.mark.parametrize(
+    "u",
+    [
+        pytest.param(jnp.float32(0), marks=pytest.mark.slow),
+        np.zeros((), jax.dtypes.float0),
+        None,
+    ],
+)
 def test_leaves_that_are_not_exchanged_leave_as_they_came(u):
     """On due steps and others."""
     others = {dtype: jnp.array(count, dtype) for dtype, count in COUNTS.items()}

@@ -57,8 +57,7 @@ def train(tx, grid, reload_at=None):
     return workers.fetch(params), state, lj.center(params, state)
 
 
-# By default anchors and references, on whole workers and on shards.
-PAIRED = [("diloco", "a worker per device"), ("lsgd+int8", "sharded workers")]
+PAIRED = [("diloco", "a worker per device")]
 COMBINED = [(name, grid) for grid in GRIDS for name in KEPT]
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from harness import (
     GUARDED,
+    KINDS,
     METHODS,
     after,
     around,
@@ -18,6 +19,7 @@ from harness import (
     exchanges,
     in_turn,
     mostly_slow,
+    of_each,
     run_of,
     train,
 )
@@ -27,9 +29,7 @@ from jax.sharding import PartitionSpec as P
 import lsgd_jax as lj
 
 
-PULLS = [name for name, row in METHODS.items() if not (row.first or row.around)]
-# By default one method of each kind: with and without x, in flight, narrow format.
-FAST = "lsgd diloco_streaming sgp+int8".split()
+PULLS = [name for name in KINDS if not (METHODS[name].first or METHODS[name].around)]
 BAD = 1
 
 
@@ -51,7 +51,8 @@ def around_run(name, run):
     return run.workers.map(init), run.workers.map(step, donate=(0, 1))
 
 
-@pytest.mark.parametrize("name", mostly_slow(PULLS, fast=FAST))
+# By default without x, and with x in a narrow format and in flight.
+@of_each(PULLS, fast=["lsgd", "diloco+int4"])
 def test_the_numbers_are_those_of_the_chain(name):
     """Also for a worker that is not finite on one step and is then restored."""
     run = run_of(name, 4, 2, 8)
@@ -272,10 +273,7 @@ TURNS += in_turn("lsgd diloco easgd bfloat16 fragments".split(), [*TOLD][::-1])
 
 @pytest.mark.parametrize(
     "name, told",
-    mostly_slow(
-        TURNS,
-        fast=[("int8", "specs"), ("diloco", "untold")],
-    ),
+    mostly_slow(TURNS, fast=[("int8", "specs")]),
 )
 def test_replicas_under_a_vmap_compute_what_workers_do(name, told):
     """Beside fsdp and tensor axes. Layouts that are told make the bits equal."""

@@ -57,7 +57,7 @@ def test_every_method_gives_its_part_to_its_pulls(method):
 
 @pytest.mark.parametrize(
     "make",
-    [functools.partial(lj.lsgd, 0.5, 0.5, 1, 1), functools.partial(lj.diloco, 1)]
+    [slow(functools.partial(lj.lsgd, 0.5, 0.5, 1, 1)), functools.partial(lj.diloco, 1)]
     + [slow(functools.partial(lj.easgd, period=1)), slow(lj.sgp)],
     ids=["lsgd", "diloco", "easgd", "sgp"],
 )
@@ -110,11 +110,11 @@ def test_invalid_parts_are_refused(part, message):
         exchanged(lj.local_sgd(1, part=part), GRID, PARAMS)
 
 
-# By default a graph with weights, pairs, and push-sum.
+# By default pairs and push-sum.
 GOSSIP = ["dpsgd", "adpsgd", "pairwise", "clock", "gosgd", "sgp"]
 
 
-@pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["dpsgd", "pairwise", "sgp"]))
+@pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["pairwise", "sgp"]))
 def test_gossip_is_as_exact_as_the_parameters(name):
     """One step against the mixing matrix, in float64."""
     make = {
@@ -168,7 +168,8 @@ IN_FRAGMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(IN_FRAGMENTS, fast=["diloco"]))
+@pytest.mark.slow  # `test_fragments_that_share_a_program_…` has stacked layers, too
+@pytest.mark.parametrize("name", IN_FRAGMENTS)
 def test_stacked_layers_have_the_fragments_of_separate_layers(name):
     layers = functools.partial(IN_FRAGMENTS[name], part=["layers"])
     scanned, state = trained(layers(scan_axis=0), stacked=True)
@@ -189,7 +190,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(TURNS, fast=["int8"]))
+@pytest.mark.parametrize("name", mostly_slow(TURNS, fast=["at_once"]))
 def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name):
     """In the memory of a host every fragment has a state and a program of its own.
 

@@ -48,7 +48,11 @@ def test_the_hook_of_every_node_is_called_also_inside_another_node():
 UNEVEN = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 3), (3, 0)]])
 
 
-@pytest.mark.parametrize("gosgd", [False, True], ids=["sgp", "gosgd"])
+@pytest.mark.parametrize(
+    "gosgd",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["sgp", "gosgd"],
+)
 def test_weights_are_reset_to_one_so_that_no_worker_counts_twice(gosgd):
     """Without gradients, the workers agree on the plain mean of their starts."""
     before = lj.contrib.gosgd(send_probability=0.5) if gosgd else lj.sgp(UNEVEN)

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, mostly_slow, run_of, train
+from harness import (
+    EXACT_KINDS,
+    METHODS,
+    RULES,
+    in_turn,
+    mostly_slow,
+    of_each,
+    run_of,
+    train,
+)
 
 import lsgd_jax as lj
 
@@ -142,18 +151,17 @@ def test_an_outer_optimizer_whose_squares_overflow_drops_one_exchange(name):
     assert pull.restored.tolist() == [0, 2, 0, 0] and not pull.dropped_in_a_row.any()
 
 
-PULLS = [name for name, method in METHODS.items() if not method.first]
-# Formats do not matter here, but for one of each kind.
-PULLS = [name for name in PULLS if "+" not in name] + ["diloco+int8", "lsgd+int8"]
-KINDS = ["local_sgd", "easgd", "diloco_streaming", "lsgd", "sgp", "diloco+int8"]
-HUGE = [(name, size) for size in (3e37, 1e21) for name in PULLS]
-
-
-@pytest.mark.parametrize(
-    "name, size", mostly_slow(HUGE, fast=[(name, 3e37) for name in KINDS])
+@of_each(
+    [name for name in RULES if not METHODS[name].first],
+    fast=["lsgd", "easgd", "diloco_streaming", "sgp", "diloco+int4"],
 )
-def test_after_a_worker_was_huge_once_exchanges_go_on(name, size):
+def test_after_a_worker_was_huge_once_exchanges_go_on(name):
     """Its loss is finite, so only its parameters tell."""
+    for size in (3e37, 1e21):
+        check_that_exchanges_go_on(name, size)
+
+
+def check_that_exchanges_go_on(name, size):
     run = run_of(name, 4, 2, 8)
     seen, state = run.train(run.batches[:2])
     params = jax.tree.map(np.array, seen[-1])
@@ -172,9 +180,14 @@ def test_after_a_worker_was_huge_once_exchanges_go_on(name, size):
         assert max(np.abs(x).max() for x in jax.tree.leaves(params)) < 10
 
 
-# Exchanges of the table whose pulls take any period, delay and strength.
-PLAIN = [name for name in PULLS if isinstance(METHODS[name].make(2), lj.Exchange)]
-RANDOM = "pairwise", "gosgd", "sparta"  # a worker may meet no other one
+def is_plain(name):
+    """Whether the pulls of a method take any period, delay and strength."""
+    method = METHODS[name]
+    return not method.first and isinstance(method.make(2), lj.Exchange)
+
+
+PLAIN = [name for name in ("local_sgd", *EXACT_KINDS, "diloco+int4") if is_plain(name)]
+RANDOM = "pairwise"  # a worker may meet no other one
 
 
 def with_pulls(name, **changes):
@@ -201,7 +214,7 @@ def test_a_strength_that_is_nan_once_moves_no_worker(name):
         assert np.ptp(seen[-1]["w"], axis=0).max() < 1 - 0.05
 
 
-SAVED = [(name, step) for step in (5, 6) for name in PLAIN]
+SAVED = [("local_sgd", 6), *in_turn(PLAIN, (5, 6))]
 
 
 @pytest.mark.parametrize("name, saved_at", mostly_slow(SAVED, fast=[("local_sgd", 5)]))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import train_rows
+from harness import mostly_slow, train_rows
 
 import lsgd_jax as lj
 
@@ -25,7 +25,9 @@ def test_a_start_that_is_not_finite_does_not_enter_the_center(method, field):
     assert getattr(state.pulls[0].rule, field).value.tolist() == [2.5]
 
 
-@pytest.mark.parametrize("name", ["diloco", "slowmo", "injected"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["diloco", "slowmo", "injected"], fast=["injected"])
+)
 def test_every_second_exchange_begins_without_momentum(name):
     """Schedules of the outer optimizer go on."""
     rates = [0.5, 0.25, 0.125, 0.0625]

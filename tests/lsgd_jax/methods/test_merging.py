@@ -44,7 +44,14 @@ def test_a_worker_that_is_not_finite_does_not_weigh(merge):
         merged(outer_sgd(merge=merge, weights=(1, 2)), g)
 
 
-@pytest.mark.parametrize("weights", [(2e38, 1e38), (1e-44, 5e-45), (1e308, 5e307)])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param((2e38, 1e38), marks=pytest.mark.slow),
+        pytest.param((1e-44, 5e-45), marks=pytest.mark.slow),
+        (1e308, 5e307),
+    ],
+)
 def test_weights_of_any_size_count_by_their_ratio(weights):
     """Also where a worker is lost beside whose weight they were negligible."""
     g = np.random.default_rng(8).normal(size=(3, 17))

@@ -23,7 +23,11 @@ def landing(state, topology, t):
     return state[0], state[1]._replace(pulls=(pull,))
 
 
-@pytest.mark.parametrize("topology", [UNEQUAL, PUSHED], ids=["unequal", "weighted"])
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param(UNEQUAL, marks=pytest.mark.slow), PUSHED],
+    ids=["unequal", "weighted"],
+)
 def test_push_sum_conserves_mass(topology):
     run = make(lj.osgp(topology, staleness=3), 4)
     params = run.workers.put(run.start)

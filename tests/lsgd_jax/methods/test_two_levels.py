@@ -68,11 +68,11 @@ EACH = [(n, axes) for n in GROUPED for axes in ("local", "node")]
 EACH = [(*both, devices) for both, devices in in_turn(EACH, (2, 8, 1))]
 
 
-# By default a method with a center and one with a graph, inside and across.
+# By default a method with a center, inside the nodes.
 @pytest.mark.filterwarnings("ignore:the workers of a node never meet")
 @pytest.mark.parametrize(
     "name, axes, devices",
-    mostly_slow(EACH, fast=[EACH[0], EACH[-1]]),
+    mostly_slow(EACH, fast=EACH[:1]),
 )
 def test_each_group_trains_by_itself(name, axes, devices):
     """Inside the nodes, or across them; each group has its own center."""

@@ -13,7 +13,8 @@ import lsgd_jax as lj
 BOTH = ("node", "local")
 
 
-@pytest.fixture(params=mostly_slow([8, 4, 2, 1], fast=[8, 2]), ids=lambda d: f"{d} devices")
+# By default several devices, of which each has several workers.
+@pytest.fixture(params=mostly_slow([8, 4, 2, 1], fast=[2]), ids=lambda d: f"{d} devices")
 def workers(request):
     return lj.Workers(2, 4, devices=jax.devices()[: request.param])
 

@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from harness import mostly_slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -52,7 +53,7 @@ def round_trip(wire, keeps_shapes=False):
     return on_device
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("wire", mostly_slow(["int8", "int4"], fast=["int4"]))
 @given(tree=trees)
 @few
 def test_the_error_of_an_element_is_at_most_half_a_scale(wire, tree):
@@ -69,7 +70,9 @@ def test_the_error_of_an_element_is_at_most_half_a_scale(wire, tree):
 
 
 @pytest.mark.parametrize("keeps_shapes", [False, True])
-@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "wire", mostly_slow(["bfloat16", "int8", "int4"], fast=["bfloat16", "int4"])
+)
 @given(tree=trees)
 @few
 def test_the_error_is_the_difference_to_the_decoded_message(keeps_shapes, wire, tree):

@@ -79,7 +79,9 @@ def test_integers_by_hand():
     np.testing.assert_allclose(back, [4, -7, 1, 0, 7], rtol=1e-6)
 
 
-@pytest.mark.parametrize("format", mostly_slow(FORMATS, fast=("int4",)))
+# By default `test_the_error_of_a_draw_…` has draws.
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
 def test_stochastic_rounding_has_no_bias(format):
     """The mean of n draws is within 5 standard deviations of the value."""
     draws = 4000
@@ -163,7 +165,7 @@ def test_a_rule_that_keeps_too_little_raises(missing):
 # Invariants
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", mostly_slow(["int8", "int4"], fast=["int4"]))
 def test_lsgd_and_diloco_by_hand(format):
     """Three workers, three exchanges, one block: q = Q(v - r + e), in NumPy."""
     levels = LEVELS[format]
@@ -253,7 +255,7 @@ SHARED = [
     ("int4", 4, 2, 2, "node"),
 ]
 # By default the two forms of a leaf take turns.
-TURNS = [(*SHARED[i], (None, 5)[i % 2]) for i in range(4)]
+TURNS = [(*SHARED[0], None), (*SHARED[3], 5)]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,12 @@ def test_gossip_conserves_the_sum_in_spite_of_rounding(name):
     assert lj.consensus_distance(x) < 0.7 * np.sqrt(7)  # they do come together
 
 
-@pytest.mark.parametrize("inside, small", [({}, 10**6), ({}, 0), ({"fsdp": 2}, 0)])
+@pytest.mark.parametrize(
+    "inside, small",
+    mostly_slow(
+        [({}, 10**6), ({}, 0), ({"fsdp": 2}, 0)], fast=[({}, 10**6), ({"fsdp": 2}, 0)]
+    ),
+)
 def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeypatch):
     """Over many exchanges of EASGD: Σ Q(v + e) + e = Σ v, by a gather and by shares."""
     monkeypatch.setattr(narrow_sums, "SMALL", small)
@@ -366,7 +373,11 @@ def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeyp
 
 @pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    "method, across", [("source", None), ("mean", None), ("mean", "node")]
+    "method, across",
+    mostly_slow(
+        [("source", None), ("mean", None), ("mean", "node")],
+        fast=[("source", None), ("mean", "node")],
+    ),
 )
 def test_targets_are_bit_identical_on_all_workers(method, across, devices):
     """Workers at x = 0 take the target whole, so that the update is the target."""
@@ -392,7 +403,7 @@ def test_targets_are_bit_identical_on_all_workers(method, across, devices):
     [
         (4, 1, {"fsdp": 2}, None),  # by shares
         pytest.param(2, 1, {"fsdp": 2, "tp": 2}, None, marks=pytest.mark.slow),  # gathered
-        (2, 2, {"fsdp": 2}, "node"),
+        pytest.param(2, 2, {"fsdp": 2}, "node", marks=pytest.mark.slow),
     ],
 )
 def test_devices_of_a_worker_draw_alike_for_copies(
@@ -431,7 +442,7 @@ def test_float32_adds_nothing():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("locals", [1, 3])
+@pytest.mark.parametrize("locals", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_inside_one_node_nothing_is_rounded(locals):
     rng = np.random.default_rng(0)
     start, steps = rng.normal(size=(2, locals, 9)).astype(np.float32)
@@ -477,7 +488,9 @@ def test_resized_workers_share_a_reference_and_have_no_error():
 # Bytes that travel
 
 
-@pytest.mark.parametrize("name", mostly_slow(("lsgd", "diloco", "sgp"), fast=["lsgd"]))
+# By default `test_methods_conformance.py` compares the bytes of small leaves.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("lsgd", "diloco", "sgp"))
 def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
     """Read from the operands of the collectives in the compiled program."""
     make = {

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import mostly_slow
 from jax import lax
 
 import lsgd_jax as lj
@@ -45,7 +46,8 @@ def groups(fn, arguments):
 
 
 @pytest.mark.parametrize(
-    "nodes, locals, devices", [(1, 4, 1), (2, 2, 1), (2, 4, 2), (1, 9, 1)]
+    "nodes, locals, devices",
+    mostly_slow([(1, 4, 1), (2, 2, 1), (2, 4, 2), (1, 9, 1)], fast=[(2, 4, 2), (1, 9, 1)]),
 )
 def test_the_values_are_those_of_vmapped_workers(nodes, locals, devices):
     """Also with two vmapped axes on one device, and with too many workers to unroll."""

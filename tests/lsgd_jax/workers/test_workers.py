@@ -220,7 +220,9 @@ class LossScale:
         return cls(*leaves)
 
 
-@pytest.mark.parametrize("inside", [None, {"fsdp": 2}])
+@pytest.mark.parametrize(
+    "inside", [pytest.param(None, marks=pytest.mark.slow), {"fsdp": 2}]
+)
 def test_a_node_of_the_user_is_built_of_arrays_only(inside):
     workers = lj.Workers(2, 2, inside=inside)
 

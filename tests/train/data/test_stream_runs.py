@@ -78,6 +78,7 @@ def finished(folder, tmp_path_factory):
     return run, result
 
 
+@pytest.mark.slow  # `test_stream.py` has the batches, and `test_resuming.py` other data
 def test_resuming_is_bit_identical(finished, folder, tmp_path, capsys):
     """run(8) equals run(4), resume, run(4) with other threads and buffers."""
     run, result = finished

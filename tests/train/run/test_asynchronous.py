@@ -209,6 +209,7 @@ def test_a_run_without_remaining_steps_has_not_diverged(ran):
     assert all(event["loss"] is not None for event in log.read(result.folder)["train"])
 
 
+@pytest.mark.slow  # `test_resharding.py` has the states of other grids
 def test_workers_that_are_all_lost_find_the_checkpoint_of_another_grid(ran, opened):
     """Each gets the state with which resuming the run by hand would begin."""
     _, result = ran(SLOW, steps=6)

@@ -338,7 +338,7 @@ def test_the_status_says_whether_to_start_again(stopped_by, saved, status, monke
 
 
 def test_resuming_reports_edited_settings_and_finished_runs(tmp_path, monkeypatch, capsys):
-    tiny.install(set=monkeypatch.setattr)
+    tiny.install(share=True, set=monkeypatch.setattr)
     folder = tmp_path / "run"
     run = [*QUICK, "--run-dir", str(folder), "--test-every", "9"]
     assert main([*run, "--steps", "4"]) == 0

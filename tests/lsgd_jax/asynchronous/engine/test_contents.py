@@ -118,8 +118,8 @@ METHODS = {
 }
 
 
-# By default without those that keep the errors of another one of them.
-QUICK = METHODS.keys() - {"local_sgd", "async diloco, together"}
+# By default snapshots, mass and fragments.
+QUICK = ["async lsgd", "async osgp", "decoupled diloco"]
 
 
 @pytest.mark.parametrize("format", ["int8", slow("int4")])

@@ -27,8 +27,8 @@ PULLS = {
     "osgp": OSGP(),
 }
 ALL = METHODS | {"lsgd-int8": NARROW} | PULLS
-# By default one of each kind: snapshots, fragments, mass, and the kernel's rules.
-QUICK = "lsgd decoupled-diloco osgp pulls-int8".split()
+# By default snapshots and the kernel's rules.
+QUICK = "lsgd pulls-int8".split()
 
 
 def mesh_of(first=0, count=2):

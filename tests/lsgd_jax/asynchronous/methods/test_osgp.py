@@ -21,12 +21,12 @@ TURNS = graph.from_edges([[(0, 1), (0, 2), (2, 3)], [(1, 0), (3, 2), (3, 1)]])
     "method, in_lock_step, workers, latency",
     [
         (OSGP(), lj.osgp(), 4, 0),
-        (OSGP(graph.ring), lj.dpsgd(graph.ring), 3, 0),
+        toys.slow(OSGP(graph.ring), lj.dpsgd(graph.ring), 3, 0),
         (OSGP(STAR), lj.dpsgd(STAR), 4, 0.4),
-        (OSGP(DIRECTED), lj.osgp(DIRECTED), 4, 0),
-        (OSGP(TURNS), lj.osgp(TURNS), 4, 0),
+        toys.slow(OSGP(DIRECTED), lj.osgp(DIRECTED), 4, 0),
+        toys.slow(OSGP(TURNS), lj.osgp(TURNS), 4, 0),
         # Messages of 1.5 steps land one step later.
-        (OSGP(staleness=2), lj.osgp(staleness=2), 4, 0.75),
+        toys.slow(OSGP(staleness=2), lj.osgp(staleness=2), 4, 0.75),
         (OSGP(STAR, staleness=4), lj.osgp(STAR, staleness=4), 4, 1.75),
     ],
     ids=["sgp", "ring", "star", "directed", "rounds", "stale", "stale-star"],
@@ -51,8 +51,15 @@ def test_messages_travel_beside_the_steps():
     assert seconds(OSGP()) < 1.1 * alone < 1.4 * alone < seconds(Pulls(lj.osgp()))
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-@pytest.mark.parametrize("topology, staleness", [(graph.exponential, 1), (DIRECTED, 3)])
+@pytest.mark.parametrize(
+    "topology, staleness, wire",
+    [
+        (graph.exponential, 1, "float32"),
+        (DIRECTED, 3, "int8"),
+        toys.slow(graph.exponential, 1, "int8"),
+        toys.slow(DIRECTED, 3, "float32"),
+    ],
+)
 def test_nothing_is_lost_and_neighbors_stay_together(
     topology, staleness, wire, monkeypatch
 ):
@@ -104,7 +111,7 @@ def test_late_neighbors_neither_speed_a_worker_up_nor_are_forgotten():
         assert worker.report.longest < 99  # it waits for the slow worker, and no timeout
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("wire", [toys.slow("float32"), "int8"])
 def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(wire):
     options = dict(timeout=2.0, drops={1: 10.5}, seconds=[1, 1.1, 1.2, 1.3])
     method = OSGP(graph.ring, wire=wire)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import toys
-from harness import METHODS
+from harness import METHODS, RULES, mostly_slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.methods.messages import Agreement, alone
@@ -36,26 +36,25 @@ def test_one_method_trains_models_of_several_shapes():
     np.testing.assert_array_equal(toys.stacked(run(method, training=other)), first)
 
 
-# Every row of the table of methods that pulls, in every wire format. Messages of
-# asynchronous workers have one level.
-ROWS = [
-    name
-    for name, row in METHODS.items()
-    if not (row.first or row.around or row.lock_step or name.endswith("_across"))
-]
-QUICK = ("lsgd", "diloco_streaming", "diloco+int8", "many rounds")
-MADE = {name: METHODS[name].make(4) for name in ROWS}
+def is_asynchronous(name):
+    """Whether asynchronous workers take a method. Their messages have one level."""
+    row = METHODS[name]
+    return not (row.first or row.around or row.lock_step or name.endswith("_across"))
+
+
+MADE = {name: METHODS[name].make(4) for name in RULES if is_asynchronous(name)}
 # All rounds of a graph are one program: its permutations are a part of the message.
 MADE["many rounds"] = lj.dpsgd(topology=lj.topology.matchings(8, rounds=6))
+QUICK = ["lsgd", "diloco_streaming", "diloco+int4"]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else toys.slow(n) for n in MADE])
+@pytest.mark.parametrize("name", mostly_slow(MADE, fast=QUICK))
 def test_every_method_equals_lock_step(name):
     """Also with rounding, as no difference is near a bound between two codes here."""
     grid = (2, 4) if name == "many rounds" else (2, 2)
     expected = toys.in_lock_step(MADE[name], *grid, steps=10)
     methods = [Pulls(MADE[name])]
-    if name in ("lsgd", "lsgd+int8"):
+    if name in ("lsgd", "sgp+int8"):
         methods.append(Pulls(MADE[name], budget=True))
     for asynchronous in methods:
         found = toys.stacked(run(asynchronous, *grid))
