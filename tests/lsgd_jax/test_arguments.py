@@ -30,8 +30,9 @@ FRACTIONS = (
 )
 NUMBERS = (
     "alpha slowmo.learning_rate parle.learning_rate sparse_diloco.learning_rate "
-    "outer_learning_rate anchor_pull center_pull divergence_threshold gamma power initial "
-    "largest noloco.beta deviations DiLoCo.learning_rate "
+    "palsgd.learning_rate palsgd.pull outer_learning_rate anchor_pull center_pull "
+    "divergence_threshold gamma power initial largest noloco.beta deviations "
+    "DiLoCo.learning_rate "
     "DecoupledDiLoCo.learning_rate"
 )
 # For each argument, of every factory or of a single one, invalid values and what the
@@ -46,6 +47,8 @@ INVALID = {
     "cut": ([-1, True], COUNT),
     "offset": ([-1, 1], r"an int in \[0, 1\)"),
     "delay": ([-1, 10**9], r"an int in \[0, "),
+    "after": ([-1, 0.5, True], "an int of at least 0"),
+    "probability": ([-0.1, 1.0, NAN], r"in \[0, 1\)"),
     "warmup": ([1], "at least 2"),
     "group_size": ([1, 3], "a power of two"),
     "bits": ([9], "at most 8, got bits=9"),

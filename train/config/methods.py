@@ -318,6 +318,7 @@ def _options(function: Factory, row: Row) -> type:
         default = _graph(default) or default
         fields.append((option, kind, dataclasses.field(default=default)))
         doc = re.sub(f"^  {name}:", f"  {option}:", doc or "", flags=re.MULTILINE)
+    doc = (doc or "").replace("`Periods`", f"one that changes: {periods.CHANGING}")
     described = {"__doc__": doc, "__module__": __name__}
     return dataclasses.make_dataclass(
         function.__name__, fields, namespace=described, frozen=True

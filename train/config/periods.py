@@ -17,7 +17,8 @@ PeriodText = int | str
 
 NUMBER = r"([^,\s]+)"
 QUADRATIC = re.compile(rf"quadratic\(\s*{NUMBER}\s*,\s*{NUMBER}\s*\)")
-EXAMPLES = "8, '1, 500: 16' or 'quadratic(0.02, 4)'"
+CHANGING = "'1, 500: 16' or 'quadratic(0.02, 4)'"
+EXAMPLES = f"8, {CHANGING}"
 
 
 def parse(

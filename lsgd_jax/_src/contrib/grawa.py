@@ -179,7 +179,7 @@ def grawa(
 
     Args:
       pull: λ in [0, 1], or a schedule of t.
-      period: steps between exchanges, τ.
+      period: steps between exchanges, τ, or `Periods`.
       layerwise: whether each leaf has a weight of its own.
       decay: ρ in [0, 1), of the running average over exchanges.
       power: p ≥ 0. 0 is a soft pull to the plain mean.

@@ -69,7 +69,7 @@ def noloco(
     G = {i}. A worker that is not finite keeps φ and δ, and goes back to φ.
 
     Args:
-      period: steps between exchanges, τ.
+      period: steps between exchanges, τ, or `Periods`.
       alpha: momentum of the slow weights, α in [0, 1]; the released code has 0.5 in its
         experiments and 0.9 as its default.
       beta: learning rate of the slow weights, β ≥ 0.

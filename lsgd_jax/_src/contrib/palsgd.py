@@ -55,7 +55,7 @@ def palsgd(
     schedule in the base optimizer counts the gradients, not the steps.
 
     Args:
-      period: steps between exchanges of a fragment, τ.
+      period: steps between exchanges of a fragment, τ, or `Periods`.
       learning_rate: the base optimizer's γ, a number or a schedule of the step t = 1, 2, ….
       probability: the share of the steps without a gradient, p in [0, 1).
       pull: η, at least 0.

@@ -51,7 +51,7 @@ def sparse_diloco(
     A single worker takes the anchor as well, moved by what it would have sent.
 
     Args:
-      period: steps between exchanges of a fragment, τ.
+      period: steps between exchanges of a fragment, τ, or `Periods`.
       learning_rate: learning rate of the anchor, α, or a schedule that counts exchanges
         from 0.
       density: share of the entries that a worker sends, k / C, in (0, 1]; at least one

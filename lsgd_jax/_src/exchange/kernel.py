@@ -119,8 +119,7 @@ class Pull:
             check_fraction("strength", self.strength)
         check_schedule(self.every, self.offset, self.delay, self.after)
         parts.check_part(self.part)
-        if self.fragments != 1:
-            parts.check_cut(self.every, self.fragments, self.part, self.scan_axis)
+        parts.check_cut(self.every, self.fragments, self.part, self.scan_axis)
         check_option("memory", self.memory, get_args(Memory))
         if not isinstance(self.verify, bool):
             raise ValueError(f"`verify` must be a bool, got verify={self.verify!r}")

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from lsgd_jax._src.checks import check_option
+from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.memory import Memory
 from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis
@@ -149,7 +149,8 @@ def with_options(pulls: Sequence[Pull], options: PullOptions) -> list[Pull]:
     check_option("check", given.pop("check", "due"), typing.get_args(Check))
     count = given.pop("fragments", 1)
     scan_axis = given.pop("scan_axis", None)
-    if count != 1:
+    check_positive_int("fragments", count)
+    if count > 1:
         given |= {"fragments": count, "scan_axis": scan_axis}
     return [_changed(pull, given) for pull in pulls]
 

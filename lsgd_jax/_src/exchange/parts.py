@@ -77,6 +77,8 @@ def fragment(
 def check_cut(every: Any, count: Any, part: Part | None, scan_axis: Any) -> None:
     """Raises ValueError unless a pull with this period and part can have fragments."""
     check_positive_int("fragments", count)
+    if count == 1:
+        return
     if not isinstance(every, int):
         raise ValueError(
             "`fragments` must be 1 where the period changes, because they take turns in "

@@ -75,7 +75,7 @@ def local_sgd(
     ``optax.chain(allreduce(until=s), base, local_sgd(period))``.
 
     Args:
-      period: steps between exchanges, τ.
+      period: steps between exchanges, τ, or `Periods`.
       axes: the mesh axes of the group.
       **options: see `PullOptions`.
 
@@ -128,7 +128,7 @@ def diloco(
     dropped. ``merge="radial"`` and `weights` are Decoupled DiLoCo's merge in lock step.
 
     Args:
-      period: steps between exchanges of a fragment, τ; 500 in the paper.
+      period: steps between exchanges of a fragment, τ, or `Periods`; 500 in the paper.
       outer: any optax transformation. Defaults to ``optax.sgd(0.7, momentum=0.9,
         nesterov=True)``.
       mixing: the share of its own parameters that a worker keeps, m in [0, 1).
@@ -190,7 +190,7 @@ def slowmo(
     of a decay, a moves by the workers' steps alone and m keeps β of its value.
 
     Args:
-      period: steps between exchanges, τ.
+      period: steps between exchanges, τ, or `Periods`.
       alpha: the slow learning rate, α.
       beta: the slow momentum, β in [0, 1].
       learning_rate: η of the base optimizer, or a schedule of t = 1, 2, …. A constant rate

@@ -107,7 +107,7 @@ def easgd(
     Args:
       beta: the share of the way to the workers' mean that the center moves, β in [0, 1],
         or a schedule of t.
-      period: steps between exchanges, τ.
+      period: steps between exchanges, τ, or `Periods`.
       order: 'combine_then_adapt' is the paper's form: x in place of y, and u is added last.
       axes: the mesh axes of the group.
       **options: see `PullOptions`.
@@ -156,7 +156,7 @@ def downpour(
     loss is not finite is left out and takes the center whole.
 
     Args:
-      period: steps between exchanges, τ.
+      period: steps between exchanges, τ, or `Periods`.
       axes: the mesh axes of the group.
       **options: see `PullOptions`.
 

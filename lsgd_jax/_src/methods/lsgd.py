@@ -177,9 +177,9 @@ def lsgd(
         switches the level off, communication included.
       global_pull: pull towards the leader of all workers, λ_G in [0, 1] or a schedule of
         t; 0 switches the level off.
-      local_period: steps between pulls towards the node's leader, τ.
-      global_period: steps between pulls towards the leader of all, τ_G; need not be a
-        multiple of τ.
+      local_period: steps between pulls towards the node's leader, τ, or `Periods`.
+      global_period: steps between pulls towards the leader of all, τ_G, or `Periods`; need
+        not be a multiple of τ.
       loss_window: number of losses by which a worker is judged, the last ones (the paper:
         10 on CIFAR-10, 64 on ImageNet).
       order: 'adapt_then_combine' is Algorithm 1 of the paper; 'combine_then_adapt' its

@@ -122,7 +122,7 @@ def wagma(
 
     Args:
       group_size: workers in a group, S, a power of two.
-      sync_period: steps between means of all workers, τ.
+      sync_period: steps between means of all workers, τ, or `Periods`.
       axes: the mesh axes of all W workers.
       **options: see `PullOptions`.
 

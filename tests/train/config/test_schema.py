@@ -79,7 +79,11 @@ def read_edited(tmp_path):
         ("optimizer.momentun", 0, "optimizer.momentun; did you mean optimizer.momentum?"),
         ("method", None, "method.name is missing"),
         ("method.name", [], "`method` must be one of lsgd"),
-        ("method.local_period", "4", 'local_period` must be of type int, got .*="4"'),
+        (
+            "method.local_period",
+            4.5,
+            r"local_period` must be of type int \| str, got .*=4.5",
+        ),
         ("optimizer.nesterov", 1, "`optimizer.nesterov` must be of type bool, got"),
         ("optimizer.momentum", "x", r"`optimizer.momentum` must be of type float \| None"),
         ("optimizer.betas", [0.9], r"must be of type tuple\[float, float\] \| None"),

@@ -180,7 +180,7 @@ def test_a_worker_that_finds_no_peer_to_take_over_from_ends_the_run():
     "method, message",
     [
         (optax.sgd(0.1), "`exchange` must be a method that pulls"),
-        (lj.diloco(4, fragments=2), "must have no offset and no delay"),
+        (lj.diloco(4, fragments=2), "must have no offset, no fragments and no delay"),
         (lj.contrib.grawa(), "`exchange` must have no rule that reads it, as grawa does"),
     ],
 )
