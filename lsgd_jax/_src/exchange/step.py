@@ -191,7 +191,7 @@ class Step:
                 is_finite |= restored if view.is_whole else whole.all_finite(worker)
             after.append(state)
         worker = kernel.drop_non_finite_steps(whole.xs, worker)
-        return whole.packing.unpack(worker), tuple(after), is_finite
+        return whole.packing.unpack(worker, t=self._common), tuple(after), is_finite
 
     def _arrived(
         self,
