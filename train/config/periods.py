@@ -43,7 +43,7 @@ def parse(
     >>> parse("quadratic(0.25, 2)", learning_rate=0.1, steps=20).pieces
     ((0, 6), (18, 2))
     """
-    if isinstance(text, int):
+    if not isinstance(text, str):
         return text
     try:
         found = QUADRATIC.fullmatch(text.strip())

@@ -94,7 +94,7 @@ class Run:
             start.state.opt_state,
             start.recent,
             # Asynchronous workers have no method of a step.
-            getattr(experiment, "method", None),
+            experiment.method if isinstance(experiment, Experiment) else None,
             start.step,
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),

@@ -20,8 +20,8 @@ def static_args(method: Callable) -> tuple[str, ...]:
     >>> import optax
     >>> import lsgd_jax as lj
     >>> lj.static_args(lj.easgd)
-    ('period', 'order', 'axes', 'wire', 'fragments', 'delay', 'part', 'scan_axis',
-     'memory', 'verify', 'check')
+    ('period', 'order', 'axes', 'wire', 'fragments', 'delay', 'after', 'part',
+     'scan_axis', 'memory', 'verify', 'check')
     >>> tx = optax.inject_hyperparams(lj.easgd, lj.static_args(lj.easgd))(beta=0.4)
     """
     schedule = set(get_args(optax.ScalarOrSchedule))
