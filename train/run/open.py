@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import lsgd_jax as lj
 from train.cluster import shared_folder
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
@@ -89,12 +90,13 @@ class Run:
         self.stopwatch = Stopwatch(start.seconds, start.compile_seconds)
         every = config.log_every
         self.pace = Pace(at_least=every // 2)
+        method = getattr(experiment, "method", None)
         self.buffer = MetricsBuffer(
             experiment.workers,
             start.state.opt_state,
             start.recent,
-            # Asynchronous workers have no method of a step.
-            experiment.method if isinstance(experiment, Experiment) else None,
+            # Asynchronous workers have a method of another kind, which pulls in no step.
+            method if isinstance(method, lj.Exchange) else None,
             start.step,
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
