@@ -192,7 +192,7 @@ RANDOM = "pairwise"  # a worker may meet no other one
 
 def with_pulls(name, **changes):
     """The method of a row with other arguments of its pulls, which are all due at once."""
-    pulls = METHODS[name].make(2).pulls
+    pulls = [each for pull in METHODS[name].make(2).pulls for each in pull.each]
     return lj.exchange(*(dataclasses.replace(x, offset=0, **changes) for x in pulls))
 
 
