@@ -229,6 +229,7 @@ def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
         "sparse_diloco",
         "slowmo",
         "noloco",
+        "palsgd",
         "parle",
     )
     if name.startswith(with_center):

@@ -61,7 +61,8 @@ class Pull:
       strength: λ in [0, 1], or a schedule of t, which is clipped to [0, 1]. An exchange
         whose λ is nan is dropped.
       every: the period in steps, or `Periods`.
-      offset: the step of the period on which the target is applied, 0 ≤ offset < every.
+      offset: the step of the period on which the target is applied, 0 ≤ offset < every; or
+        a tuple of one for each fragment, all different.
       delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
         A delayed pull keeps a copy of its part in the state.
       after: the number of steps before the first period begins.
@@ -70,7 +71,7 @@ class Pull:
         the parameters, or a `fragment`. Defaults to all leaves. Other leaves are frozen:
         they cost no bytes and no state.
       fragments: number of fragments of the part that take turns, F; must divide the period.
-        Fragment i acts (i + 1) τ / F steps later, with a state of its own.
+        Fragment i acts (i + 1) τ / F steps after `offset`, with a state of its own.
       scan_axis: where fragments cut leaves, see `fragment`.
       skips: the steps without a gradient, on which the rule's `step` moves the worker; None
         if there are none.
@@ -98,7 +99,7 @@ class Pull:
     rule: Rule
     strength: optax.ScalarOrSchedule
     every: Period = 1
-    offset: int = 0
+    offset: int | tuple[int, ...] = 0
     delay: int = 0
     part: parts.Part | None = None
     wire: Wire | TopK | WireFormat = "float32"
@@ -119,7 +120,7 @@ class Pull:
             check_fraction("strength", self.strength)
         check_schedule(self.every, self.offset, self.delay, self.after)
         parts.check_part(self.part)
-        parts.check_cut(self.every, self.fragments, self.part, self.scan_axis)
+        parts.check_cut(self.every, self.fragments, self.part, self.scan_axis, self.offset)
         check_option("memory", self.memory, get_args(Memory))
         if not isinstance(self.verify, bool):
             raise ValueError(f"`verify` must be a bool, got verify={self.verify!r}")

@@ -74,9 +74,16 @@ def fragment(
     return Fragment(index, count, part, scan_axis)
 
 
-def check_cut(every: Any, count: Any, part: Part | None, scan_axis: Any) -> None:
+def check_cut(
+    every: Any, count: Any, part: Part | None, scan_axis: Any, offset: Any
+) -> None:
     """Raises ValueError unless a pull with this period and part can have fragments."""
     check_positive_int("fragments", count)
+    if isinstance(offset, tuple) and not len({*offset}) == len(offset) == count:
+        raise ValueError(
+            "`offset` must be an int, or a tuple of one for each fragment, all different, "
+            f"got {offset=} for fragments={count}"
+        )
     if count == 1:
         return
     if not isinstance(every, int):
@@ -84,7 +91,7 @@ def check_cut(every: Any, count: Any, part: Part | None, scan_axis: Any) -> None
             "`fragments` must be 1 where the period changes, because they take turns in "
             f"one period, got fragments={count} and a period of {every}"
         )
-    if every % count:
+    if every % count and not isinstance(offset, tuple):
         divisors = [n for n in range(1, every + 1) if every % n == 0]
         raise ValueError(
             f"`fragments` must divide the period of every pull, got fragments={count} "

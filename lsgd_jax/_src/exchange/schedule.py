@@ -192,7 +192,8 @@ def check_schedule(every: Any, offset: Any, delay: Any, after: Any) -> None:
     check_every("every", every)
     check_count("after", after)
     shortest = min(every.each) if isinstance(every, Periods) else every
-    check_period("offset", offset, shortest)
+    for each in offset if isinstance(offset, tuple) else (offset,):
+        check_period("offset", each, shortest)
     check_period("delay", delay, shortest)
     if offset and isinstance(every, Periods):
         raise ValueError(
@@ -201,8 +202,12 @@ def check_schedule(every: Any, offset: Any, delay: Any, after: Any) -> None:
         )
 
 
-def taking_turns(every: Period, offset: int, count: int) -> tuple[int, ...]:
+def taking_turns(
+    every: Period, offset: int | tuple[int, ...], count: int
+) -> tuple[int, ...]:
     """The offsets of `count` fragments: i of F at (i + 1) τ / F after the given one."""
+    if isinstance(offset, tuple):
+        return offset
     if isinstance(every, Periods) or count == 1:
         return (offset,)
     turn = every // count

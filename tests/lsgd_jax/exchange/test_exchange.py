@@ -58,8 +58,17 @@ def streaming(layers, overlap, alpha, outer):
     rule, F = lj.rules.anchored(outer, "local"), layers + 1
     of = lambda f, part: lj.Pull(rule, 1 - alpha, F, (f + overlap) % F, overlap, part=part)
     rest = of(0, lambda path: not path.startswith("layers"))
-    layer = lambda i: lj.fragment(i, layers, ["layers"], scan_axis=0)
-    return lj.exchange(rest, *(of(1 + i, layer(i)) for i in range(layers)))
+    stacked = lj.Pull(
+        rule,
+        1 - alpha,
+        F,
+        offset=tuple((f + overlap) % F for f in range(1, F)),
+        delay=overlap,
+        part=["layers"],
+        fragments=layers,
+        scan_axis=0,
+    )
+    return lj.exchange(rest, stacked)
 
 
 @pytest.mark.parametrize(

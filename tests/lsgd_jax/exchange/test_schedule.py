@@ -90,7 +90,7 @@ def test_messages_come_in_runs_of_one_period(name):
 def test_phases_are_those_of_all_steps(name):
     given = SCHEDULES[name]
     fragments = len(given.offsets)
-    offset = given.offsets[-1] if fragments > 1 else given.offsets[0]
+    offset = given.offsets if fragments > 1 else given.offsets[0]
     pull = lj.Pull(
         lj.rules.average(),
         1.0,
@@ -134,6 +134,10 @@ def test_the_quadratic_rule_by_hand():
         (lambda: lj.local_sgd(4, after=-1), "`after` must be an int of at least 0"),
         (lambda: lj.local_sgd(GROWING, delay=1), r"`delay` must be an int in \[0, 1\)"),
         (lambda: lj.local_sgd(GROWING, fragments=2), "`fragments` must be 1 where"),
+        (
+            lambda: lj.Pull(lj.rules.average(), 1.0, 4, offset=(1, 1), fragments=2),
+            "`offset` must be an int, or a tuple of one for each fragment, all different",
+        ),
         (
             lambda: lj.Pull(lj.rules.average(), 1.0, lj.Periods({0: 2, 4: 4}), offset=1),
             "`offset` must be 0 where the period changes",
