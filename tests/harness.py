@@ -114,7 +114,8 @@ METHODS = {
         rounds=lambda W: (1, 1),
     ),
     "palsgd": Method(
-        lambda W, **k: lj.contrib.palsgd(2, 0.1, 0.4, 2.0, optax.sgd(0.5, 0.5), **k),
+        # Steps 5, 7, 9 and 12 compute no gradient.
+        lambda W, **k: lj.contrib.palsgd(2, 0.1, 0.4, 2.0, optax.sgd(0.5, 0.5), 5, **k),
         due=2,
         alone=False,
         lock_step=True,
