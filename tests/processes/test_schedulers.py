@@ -38,11 +38,11 @@ HASTY = ["--distributed.heartbeat-timeout", "10"]
 OPTIONS = [*SMALL[5:], *HASTY]  # without the experiment and the workers
 SETTINGS = {"EXPERIMENT": "digits", "LOCALS": "2"}
 
-# Code that process 1 runs first, to end with an error at its step 9.
+# Code that process 1 runs first, to end with an error at its step 3, before a checkpoint.
 FAILS = (
     "import itertools, os; from train.cluster.signals import StopSignals as S; "
     "asked = S.asked; n = itertools.count(1); "
-    "S.asked = lambda self: 1 / (next(n) < 9 or self._session.process_id == 0) "
+    "S.asked = lambda self: 1 / (next(n) < 3 or self._session.process_id == 0) "
     "and asked(self); "
 )
 
