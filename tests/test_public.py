@@ -1,5 +1,6 @@
 """The public names that have moved, and the types of all."""
 
+import dataclasses
 import operator
 import pathlib
 import subprocess
@@ -45,6 +46,10 @@ def test_a_renamed_argument_works_with_a_warning():
     with pytest.warns(DeprecationWarning, match="`turn` is `number` now"):
         assert group.quantization_error(1.0, turn=2) is None
     assert group.quantization_error(1.0, number=2) is None
+    rule = lj.rules.average()
+    with pytest.warns(DeprecationWarning, match="`turns` is `rounds` now"):
+        other = dataclasses.replace(rule, turns=lambda size: (0, 1))
+    assert other.rounds(2) == (0, 1)
 
 
 def test_modules_show_public_names_alone():
