@@ -18,7 +18,7 @@ def schedules(diagnostics: Iterable[lj.Diagnostics]) -> list[tuple[int, ...]]:
     for pull in diagnostics:
         runs = [(pull.period, pull.sends_at, pull.exchanges)]
         if pull.schedule is not None:
-            runs = pull.schedule.sending(pull.exchanges)
+            runs = pull.schedule.messages(pull.exchanges)
         found += [(every, first, pull.payload, count) for every, first, count in runs]
     return found
 

@@ -49,7 +49,7 @@ class Slot(NamedTuple):
     def acting(self, index: Callable[[Any], Any], t: Array, params: Tree) -> "Acting":
         """Returns what acts at step t.
 
-        index: of the schedule of the pull: which of its fragments acts, such as `landing`.
+        index: of the pull's schedule: which fragment acts, such as `fragment_landing`.
         """
         if not self.is_stacked:
             return Acting(self.pull)
@@ -90,7 +90,7 @@ def share_a_program(pull: Pull) -> bool:
     it must lie on the device.
     """
     is_idle = pull.rule.step is silent and pull.memory == "device"
-    return is_idle and parts.cuts_all(parts.Fragment(0, 1, pull.part, pull.scan_axis))
+    return is_idle and parts.cuts_all(pull.part, pull.scan_axis)
 
 
 def init(pulls: Sequence[Pull], params: Tree) -> tuple[PullState, ...]:
@@ -129,7 +129,7 @@ def _stacked(pull: Pull, params: Tree) -> PullStates:
         return jnp.broadcast_to(x, (pull.fragments, *x.shape))
 
     states = treedef.unflatten(map(held, leaves, jax.tree.leaves(_like(pull, params))))
-    return states._replace(traffic=states.traffic.of(*pull.schedule.communicates(1)))
+    return states._replace(traffic=states.traffic.of(*pull.schedule.message_steps(1)))
 
 
 def _like(pull: Pull, params: Tree, fragment: int | None = 0) -> PullState:

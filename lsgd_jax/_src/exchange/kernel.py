@@ -302,7 +302,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         pending=pending(pull, part, part, jnp.asarray(False), IDLE) if pull.delay else (),
         restored=jnp.zeros([], jnp.int32),
         dropped=jnp.zeros([], jnp.int32),
-        traffic=Traffic.zero(axes, *pull.schedule.communicates(1)),
+        traffic=Traffic.zero(axes, *pull.schedule.message_steps(1)),
         wire=WireState.start(pull.rule.keeps or (), group, part, common_start)
         if pull.is_narrow
         else (),
@@ -411,7 +411,7 @@ def step_rules(
             if not trees.is_same(after, mine):
                 u = parts.put_back(pull.part, after, u)
         # A loaded checkpoint may be on the device, and of a pull with another period.
-        traffic = state.traffic.of(*pull.schedule.communicates(t))
+        traffic = state.traffic.of(*pull.schedule.message_steps(t))
         state = state._replace(rule=rule_state, traffic=traffic)
         stepped.append(placed(pull, state, to_host))
         counts.append(has_loss & finite)

@@ -223,13 +223,12 @@ def taken(part: Any, tree: Tree) -> list[bool]:
     return [take for take, *_ in found]
 
 
-def cuts_all(fragment: Fragment) -> bool:
+def cuts_all(part: Part | None, scan_axis: ScanAxis | None) -> bool:
     """Whether `scan_axis` is an axis of all leaves of the part, as far as paths tell."""
-    axes = fragment.scan_axis
-    if not isinstance(axes, Mapping):
-        return axes is not None
-    part: Any = fragment.part if _are_paths(fragment.part) else [""]
-    return all(any(_is_under(path, at) for at in axes) for path in part)
+    if not isinstance(scan_axis, Mapping):
+        return scan_axis is not None
+    paths: Any = part if _are_paths(part) else [""]
+    return all(any(_is_under(path, at) for at in scan_axis) for path in paths)
 
 
 def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[LeafRun | bool]:

@@ -144,11 +144,10 @@ def all_phases(pulls: Sequence[Pull], sizes: Sizes | None = None) -> tuple[Phase
     ['send 0, land 0', 'send 0+1, land 0+1', 'quiet']
     """
     found: dict[Phase, None] = {}
-    for begin, steps in _stretches(pulls, sizes):
-        first = max(begin + 1, 2)
-        acting = {t for pull in pulls for t in pull.schedule.acting(first, begin + steps)}
+    for first, last in _stretches(pulls, sizes):
+        acting = {t for pull in pulls for t in pull.schedule.steps_between(first, last)}
         found |= dict.fromkeys(phase_at(pulls, t, sizes) for t in sorted(acting))
-        if len(acting) < begin + steps + 1 - first:
+        if len(acting) < last + 1 - first:
             found[QUIET] = None
     found = {phase._replace(needs_gradient=True): None for phase in found}
     loud = [phase for phase in found if phase != QUIET]
@@ -159,22 +158,23 @@ def all_phases(pulls: Sequence[Pull], sizes: Sizes | None = None) -> tuple[Phase
 
 
 def _stretches(pulls: Sequence[Pull], sizes: Sizes | None) -> Iterator[tuple[int, int]]:
-    """Stretches (begin, steps) in which no period changes, as long as their phases differ.
+    """Stretches (first, last) of steps in which no period changes, from step 2 on.
 
-    The last one is long enough for phases that its first steps do not have yet.
+    They are as long as phases may be new: a cycle, and a period for phases that the first
+    steps do not have yet.
     """
     begins = sorted({0, *(t for pull in pulls for t in pull.schedule.changes)})
     for begin, end in zip(begins, [*begins[1:], math.inf]):
         cycle = cycle_of(pulls, sizes, begin + 1)
-        longest = max((pull.schedule.current(begin + 1)[0] for pull in pulls), default=1)
-        yield begin, int(min(end - begin, cycle + longest))
+        longest = max((pull.schedule.period_at(begin + 1)[0] for pull in pulls), default=1)
+        yield max(begin + 1, 2), int(min(end, begin + cycle + longest))
 
 
 def cycle_of(pulls: Sequence[Pull], sizes: Sizes | None = None, t: int = 1) -> int:
     """Returns the number of steps after which the phases of around step t start over."""
     periods = []
     for pull in pulls:
-        every, _ = pull.schedule.current(t)
+        every, _ = pull.schedule.period_at(t)
         periods.append(every * max(1, len(rounds_of(pull, sizes))))
     return math.lcm(*periods)
 
@@ -184,11 +184,11 @@ class Known(NamedTuple):
 
     Attributes:
       phase: what is due, or None if the step count decides at run time.
-      skips: whether steps on which nothing is due are a branch of their own.
+      branches: whether steps on which nothing is due are a branch of their own.
     """
 
     phase: Phase | None = None
-    skips: bool = True
+    branches: bool = True
 
     @classmethod
     def of(cls, pulls: Sequence[Pull], due: Any, phase: Any) -> "Known":

@@ -112,7 +112,7 @@ class Periods:
         return tuple(start for start, _ in self.pieces)
 
     @functools.cached_property
-    def each(self) -> tuple[int, ...]:
+    def lengths(self) -> tuple[int, ...]:
         """The period of each piece."""
         return tuple(every for _, every in self.pieces)
 
@@ -191,7 +191,7 @@ def check_schedule(every: Any, offset: Any, delay: Any, after: Any) -> None:
     """Raises ValueError unless these are the period and the steps of a pull."""
     check_every("every", every)
     check_count("after", after)
-    shortest = min(every.each) if isinstance(every, Periods) else every
+    shortest = min(every.lengths) if isinstance(every, Periods) else every
     for each in offset if isinstance(offset, tuple) else (offset,):
         check_period("offset", each, shortest)
     check_period("delay", delay, shortest)
@@ -273,12 +273,12 @@ class Schedule:
 
     def number(self, t: Any) -> Any:
         """The number of the exchange whose agreement is about step t, 1, 2, …."""
-        every, since = self.current(t)
-        own = -(-_counted_from(t, since) // every)
+        every, since = self.period_at(t)
+        in_its_piece = -(-_counted_from(t, since) // every)
         if not isinstance(self.every, Periods):
-            return own
+            return in_its_piece
         piece = self.every.piece_of(_counted_from(t, self.after))
-        return own + _element(self.every.exchanges, piece)
+        return in_its_piece + _element(self.every.exchanges, piece)
 
     def end_of(self, number: Any) -> Any:
         """The last step of the period of an exchange: the inverse of `number`."""
@@ -287,31 +287,27 @@ class Schedule:
         before = jnp.asarray(self.every.exchanges)
         piece = jnp.sum(number > before) - 1
         begin = self.after + _element(self.every.starts, piece)
-        return begin + _element(self.every.each, piece) * (number - before[piece])
+        return begin + _element(self.every.lengths, piece) * (number - before[piece])
 
-    def current(self, t: Any) -> tuple[Any, Any]:
+    def period_at(self, t: Any) -> tuple[Any, Any]:
         """The period at step t, and the step after which it began."""
         if not isinstance(self.every, Periods):
             return self.every, self.after
         piece = self.every.piece_of(_counted_from(t, self.after))
-        every = _element(self.every.each, piece)
+        every = _element(self.every.lengths, piece)
         return every, _element(self.every.starts, piece) + self.after
 
     # The fragments
 
-    def of(self, i: int) -> "Schedule":
-        """That of fragment i."""
-        return dataclasses.replace(self, offsets=(self.offsets[i],))
-
-    def landing(self, t: Any) -> Any:
+    def fragment_landing(self, t: Any) -> Any:
         """The index of the fragment that lands at step t."""
         return self._index(t, self._lands_at)
 
-    def agreeing(self, t: Any) -> Any:
+    def fragment_agreeing(self, t: Any) -> Any:
         """The index of the fragment that agrees about step t."""
         return self._index(t, self._agrees_at)
 
-    def departing(self, t: Any) -> Any:
+    def fragment_sending(self, t: Any) -> Any:
         """The index of the fragment whose message leaves at step t."""
         return self._index(t, self._sends_at)
 
@@ -326,24 +322,24 @@ class Schedule:
     @property
     def intervals(self) -> tuple[int, ...]:
         """All periods, and the steps after which they begin, but for the very first one."""
-        periods = self.every.each if isinstance(self.every, Periods) else (self.every,)
+        periods = self.every.lengths if isinstance(self.every, Periods) else (self.every,)
         return (*periods, *self.changes)
 
-    def acting(self, first: int, last: int) -> Iterator[int]:
+    def steps_between(self, first: int, last: int) -> Iterator[int]:
         """The steps first..last on which it may act, within one piece; not in order."""
-        every, since = self.current(first)
+        every, since = self.period_at(first)
         for at_of in (self._lands_at, self._sends_at, self._agrees_at):
             for at in at_of(every):
                 yield from range(first + (at + since - first) % every, last + 1, every)
 
     def first_landing(self) -> int:
         """The first step at which a target lands that the group has agreed on."""
-        every, _ = self.current(self.after + 1)
+        every, _ = self.period_at(self.after + 1)
         first = min(at or every for at in self._agrees_at(every))
         return self.after + first + self.delay
 
-    def sending(self, count: int) -> list[tuple[int, int, int]]:
-        """The steps of the first `count` messages of a pull without fragments.
+    def messages(self, count: int) -> list[tuple[int, int, int]]:
+        """The steps of the first `count` messages, of a pull without fragments.
 
         Returns:
           Runs (period, first step, number of messages), each with one period.
@@ -351,7 +347,7 @@ class Schedule:
         runs = []
         begins = [self.after, *(t for t in self.changes if t > self.after)]
         for begin, end in zip(begins, [*begins[1:], None]):
-            every, _ = self.current(begin + 1)
+            every, _ = self.period_at(begin + 1)
             (at,) = self._sends_at(every)
             first = begin + (at or every)
             if not self.sends(first):  # there is nothing to send yet
@@ -362,12 +358,12 @@ class Schedule:
             count -= number
         return runs
 
-    def communicates(self, t: Any) -> tuple[Any, Any]:
+    def message_steps(self, t: Any) -> tuple[Any, Any]:
         """(τ, at): around step t messages leave at steps ≡ at (mod τ).
 
         at: a scalar, or one for each fragment.
         """
-        every, since = self.current(t)
+        every, since = self.period_at(t)
         at = tuple((at + since) % every for at in self._sends_at(every))
         return every, at if len(at) > 1 else at[0]
 
@@ -387,14 +383,14 @@ class Schedule:
 
     def _is_at(self, t: Any, steps: Callable[[Any], tuple[Any, ...]]) -> Any:
         """Whether step t is one of these; the Python value True if it always is."""
-        every, since = self.current(t)
+        every, since = self.period_at(t)
         if isinstance(t, int):
             return t > self.after and (t - since) % every in steps(every)
         due = any_of(*(_is_due(t, since, every, at) for at in steps(every)))
         return due if self.after == 0 else due & (t > self.after)
 
     def _index(self, t: Any, steps: Callable[[Any], tuple[Any, ...]]) -> Any:
-        every, since = self.current(t)
+        every, since = self.period_at(t)
         position = _counted_from(t, since) % every
         return jnp.argmax(position == jnp.array(steps(every))).astype(jnp.int32)
 

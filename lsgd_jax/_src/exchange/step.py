@@ -7,7 +7,7 @@ A due step packs the parameters into a few buffers, and runs the pulls one after
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ class Step:
         def send(states: list[PullState]) -> list[PullState]:
             return [self._send_pending(k, x, state) for k, state in zip(delayed, states)]
 
-        due = any_of(*(self._acts[k].sends for k in delayed)) if self._known.skips else True
+        due = self._due(self._acts[k].sends for k in delayed)
         # A loaded checkpoint may be on the device.
         kept = [kernel.placed(self.pulls[k], states[k], to_host) for k in delayed]
         with beside_a_gradient(loss):
@@ -102,11 +102,15 @@ class Step:
         after = dict(zip(delayed, sent))
         return tuple(after.get(k, state) for k, state in enumerate(states))
 
+    def _due(self, acts: Iterable[Any]) -> Any:
+        """Whether one of these holds; True where steps without any have no branch."""
+        return any_of(*acts) if self._known.branches else True
+
     def _send_pending(self, k: int, x: Tree, state: PullState) -> PullState:
         slot = self._slots[k]
 
         def send(states: PullState) -> PullState:
-            acting = slot.acting(slot.pull.schedule.departing, self._common, x)
+            acting = slot.acting(slot.pull.schedule.fragment_sending, self._common, x)
             like = parts.select(acting.pull.part, x)
             state = acting.take(states)
             after, self._sent[k] = kernel.send_pending(
@@ -136,8 +140,11 @@ class Step:
           (u, state): both after this step.
         """
         run = functools.partial(self._run, x, is_update, counts, is_finite)
-        keep = lambda u, states: (u, states, is_finite)
-        due = any_of(*(acts.arrives for acts in self._acts)) if self._known.skips else True
+
+        def keep(u: Tree, states: tuple[PullState, ...]) -> Any:
+            return u, states, is_finite
+
+        due = self._due(acts.arrives for acts in self._acts)
         u, states, is_finite = cond(due, run, keep, u, tuple(states))
         # The bytes of an exchange are known while tracing, also on steps that send nothing.
         states = tuple(
@@ -229,9 +236,9 @@ class Step:
         acts = self._acts[k]
         schedule = self.pulls[k].schedule
         if not self._slots[k].is_stacked:
-            return [(schedule.landing, acts)]
-        lands = schedule.landing, acts._replace(records=False)
-        records = schedule.agreeing, acts._replace(lands=False)
+            return [(schedule.fragment_landing, acts)]
+        lands = schedule.fragment_landing, acts._replace(records=False)
+        records = schedule.fragment_agreeing, acts._replace(lands=False)
         return [(index, act) for index, act in (lands, records) if act.arrives is not False]
 
     def _follows(self, k: int) -> bool:

@@ -51,7 +51,7 @@ class Traffic(NamedTuple):
     def of(self, every: Any, sends_at: Any) -> "Traffic":
         """Returns the counters of a pull whose period may have changed since `init`.
 
-        every, sends_at: see `Schedule.communicates`.
+        every, sends_at: see `Schedule.message_steps`.
         """
         at = jnp.asarray(sends_at, jnp.int32)
         period = jnp.broadcast_to(jnp.asarray(every, jnp.int32), at.shape)

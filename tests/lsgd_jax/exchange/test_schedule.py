@@ -1,5 +1,6 @@
 """The steps at which a pull acts: by their definition, on the host and in programs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -50,7 +51,11 @@ def test_acts_are_those_of_the_definition(name):
     schedule = SCHEDULES[name]
     expected = by_definition(schedule)
     acts = schedule.agrees, schedule.sends, schedule.lands
-    which = schedule.agreeing, schedule.departing, schedule.landing
+    which = (
+        schedule.fragment_agreeing,
+        schedule.fragment_sending,
+        schedule.fragment_landing,
+    )
     ts = jnp.array(STEPS)
     for due, act, index in zip(expected, acts, which):
         found = [bool(act(t)) for t in STEPS]
@@ -72,16 +77,16 @@ def test_exchanges_are_numbered_by_their_period(name):
     for before, after, t in zip(numbers, numbers[1:], steps):
         if before != after:
             assert schedule.end_of(before) == t
-            every, since = schedule.current(t)
+            every, since = schedule.period_at(t)
             assert (t - since) % every == 0
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_come_in_runs_of_one_period(name):
-    for i in range(len(SCHEDULES[name].offsets)):
-        schedule = SCHEDULES[name].of(i)
+    for offset in SCHEDULES[name].offsets:
+        schedule = dataclasses.replace(SCHEDULES[name], offsets=(offset,))
         expected = [t for t in STEPS if schedule.sends(t)]
-        runs = schedule.sending(len(expected))
+        runs = schedule.messages(len(expected))
         found = [range(first, first + every * n, every) for every, first, n in runs]
         assert [t for steps in found for t in steps] == expected
 
