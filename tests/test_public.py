@@ -78,7 +78,7 @@ due: bool = outer.is_due(4)
 speeds = lj.asynchronous.simulator.run
 """
 WRONG = {
-    'lj.diloco("4")': 'incompatible type "str"; expected "int"',
+    'lj.diloco("4")': 'incompatible type "str"; expected "int | Periods',
     'lj.diloco(4, wire="int9")': 'expected "Wire | TopK | Literal',
     "workers.foo()": '"Workers" has no attribute "foo"',
     "lj.rules.average().is_due(1)": '"Rule" has no attribute "is_due"',
