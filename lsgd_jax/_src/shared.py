@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -177,3 +178,10 @@ def _in_rows(shape: tuple[int, ...], rows: int) -> str:
         return ""
     divided = ", ".join(map(str, (rows, shape[0] // rows, *shape[1:])))
     return f"; a batch of all workers is divided by `x.reshape({divided})`"
+
+
+def typed_alike(x: Array, like: Array) -> Array:
+    """Returns x, typed as varying also over the axes over which `like` varies."""
+    own, other = (jax.typeof(a).manual_axis_type.varying for a in (x, like))
+    missing = tuple(other - own)
+    return lax.pcast(x, missing, to="varying") if missing else x

@@ -679,6 +679,8 @@ LIMITS = {
     r"workers-gpu (diloco|slowmo)\+int8": (3.4, 1.1, 60),
     r"workers.* .*(streaming|layers)": (4.0, 1.1, 120),
     r"workers.* .*": (4.4, 1.1, 60),
+    # XLA for TPUs of jax 0.12 sorts the chunks of all shards on each device.
+    r"replicas-tpu sparse_diloco": (130.0, 9.0, 120),
     # XLA for GPUs gathers shards that are sorted or sent to a random peer.
     r"replicas-gpu sparse_diloco": (40.0, 80.0, 120),
     r"replicas-gpu noloco.*": (30.0, 4.4, 60),
@@ -987,7 +989,9 @@ def test_fingerprints_take_8_bytes_and_few_temporaries(kind, make):
     compiled = lambda verify: on_large_leaves(kind, make(2, verify=verify))
     (_, plain), (quiet, checked) = compiled(False), compiled(True)
     assert not [x for x in quiet.collectives if x.crosses]
-    assert checked.across - plain.across <= 8 * 8
+    # The smallest message of XLA for TPUs between slices is a row of 128 words.
+    fingerprint = 4 * 128 if kind == "tpu" else 8 * 8
+    assert checked.across - plain.across <= fingerprint
     more = checked.memory.temporaries - plain.memory.temporaries
     # On TPUs the anchors' loop holds a copy of some leaves.
     assert more <= 1.2 * 4 * 4 * 2048**2, f"{more / 4 / 4 / 2048**2:.2f}"
@@ -1128,13 +1132,25 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M)
 
 
+def words_and_numbers(text):
+    """The first column of each line, as its words and its numbers."""
+    columns = "\n".join(line.split("  ")[0] for line in text.splitlines())
+    number = r"\d+(?:\.\d+)?"
+    return re.split(number, columns), [float(x) for x in re.findall(number, columns)]
+
+
 @pytest.mark.aot
 def test_the_page_prints_its_reports(capsys):
     cluster("tpu")
     names = {}
     exec("\n".join(blocks("pods.md", "python")), names)
-    first = lambda text: [line.split("  ")[0] for line in text.splitlines()]
-    assert first(capsys.readouterr().out) == first("".join(blocks("pods.md", "text")))
+    out = capsys.readouterr().out
+    page = "".join(blocks("pods.md", "text"))
+    assert words_and_numbers(out)[0] == words_and_numbers(page)[0]
+    # Compilers of other versions need a little more or less.
+    np.testing.assert_allclose(
+        words_and_numbers(out)[1], words_and_numbers(page)[1], rtol=0.1
+    )
     sending = next(p for p in names["report"].programs if not p.is_quiet and p.across)
     crossing = [each for each in sending.collectives if each.crosses]
     assert crossing and all(each.hidden for each in crossing)  # the delay hides it

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import lsgd_jax as lj
 
 
-SCALE = 4 / lj.Wire().block  # bytes per parameter
-# Bytes per parameter: of the values, and of the scales that are a message of their own.
-WIRES: dict[str, tuple[float, float]] = {
-    "float32": (4.0, 0.0),
-    "int8": (1.0, SCALE),
-    "int4": (0.5, SCALE),
-    "sparse": (0.027, 0.0),  # lj.TopK() with its defaults, see docs/wire_formats.md
+SCALE = 4 / lj.Wire().block
+# Bytes per parameter, with their scales.
+WIRES = {
+    "float32": 4.0,
+    "int8": 1.0 + SCALE,
+    "int4": 0.5 + SCALE,
+    "sparse": 0.027,  # lj.TopK() with its defaults, see docs/wire_formats.md
 }
 
 
@@ -42,9 +42,9 @@ class Link(NamedTuple):
     ) -> float:
         """Seconds of a pull towards a leader, including the election, or towards a mean.
 
-        Both are sums over all workers. A mean in few bits takes two rounds of messages
-        among more than two workers. Sparse messages are gathered. A fragment has as many
-        messages as all parameters.
+        Both are sums over all workers. A mean in few bits is sent in shares, to their
+        owners and back, which has the rounds and the bytes of a sum. Sparse messages are
+        gathered. A fragment has as many messages as all parameters.
         """
         if (kind, wire) in self.measured:
             few, whole = self.measured[kind, wire]
@@ -52,16 +52,12 @@ class Link(NamedTuple):
         parameters /= fragments
         if wire == "sparse":
             return self._gathered(parameters, wire)
-        sizes = [parameters * each for each in WIRES[wire] if each]
-        total = sum(self._summed(size) for size in sizes)
-        if kind == "leader":
-            return total + self._summed(4)
-        is_twice = wire != "float32" and self.workers > 2
-        return total + is_twice * len(sizes) * self._summed(0)
+        total = self._summed(parameters * WIRES[wire])
+        return total + self._summed(4) if kind == "leader" else total
 
     def sent(self, parameters: float, wire: str = "float32") -> float:
         """Bytes that a worker sends in an exchange."""
-        size = parameters * sum(WIRES[wire])
+        size = parameters * WIRES[wire]
         if wire == "sparse":
             return (self.workers - 1) * size
         return self.network.ring(self.workers, size)[1]

@@ -108,7 +108,7 @@ class Scenario:
 
         All workers exchange once in a period: each sends anchor and momentum to another.
         """
-        size = 2 * self.replicas * self.parameters * sum(WIRES[method.wire])
+        size = 2 * self.replicas * self.parameters * WIRES[method.wire]
         step = self._pace(method, KNOWN[0])[0]
         seconds = size / self.widest.network.bandwidth
         return min(power_of_two(max(KNOWN[0], seconds / step)), LONGEST)

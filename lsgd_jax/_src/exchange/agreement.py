@@ -4,8 +4,6 @@ A fingerprint of the bits goes with each exchange, 8 bytes. A worker whose finge
 differs from that of the majority is counted, and takes the majority's value.
 """
 
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,16 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.custom_batching import custom_vmap
-from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.exchange.branch import typed_alike
 from lsgd_jax._src.layouts import axes_by_dimension, known_axes, shard_by_shard
 from lsgd_jax._src.shared import REPAIR, Shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.collectives import MeshChannel
+from lsgd_jax._src.wire.fingerprints import (
+    bits,
+    copied_over,
+    fingerprint,
+    hashes_of,
+    numbers,
+)
 from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.wire.starts import of_any_row
 
 
 class Fingerprints(NamedTuple):
@@ -77,10 +80,10 @@ def verified(group: Group, state: Any) -> Any:
     if group.size == 1 and not axes:
         return state
     layout = axes_by_dimension(_promised(state))
-    holders = [MeshChannel((*_copied_over(own, axes), *group.axes)) for own in layout]
+    holders = [MeshChannel((*copied_over(own, axes), *group.axes)) for own in layout]
 
     def of_shards(held: Promised, before: Fingerprints) -> tuple[Promised, Fingerprints]:
-        hashes = _hashes(jax.tree.leaves(held), layout, axes)
+        hashes = hashes_of(jax.tree.leaves(held), layout, axes)
         # One hash of all leaves travels. Its lowest bit says whether a worker's own copies
         # agree, because the copies of all workers may differ in the same way.
         high, low = hashes.of_worker.sum(0, dtype=jnp.uint32)
@@ -104,7 +107,7 @@ def verified(group: Group, state: Any) -> Any:
             return _taken_over(holders, held, sources), after
 
         # A loop changes its state in place, where a branch would hold a copy.
-        times = _of_any_row(~agrees).astype(jnp.int32)
+        times = of_any_row(~agrees).astype(jnp.int32)
         carried = held, before._replace(differs=jnp.zeros_like(agrees))
         with jax.named_scope(REPAIR):
             return lax.fori_loop(0, times, repair, carried)
@@ -116,31 +119,6 @@ def verified(group: Group, state: Any) -> Any:
     return _with_promised(state, held)._replace(
         agreement=after._replace(target=held.target)
     )
-
-
-def common_start(group: Group, params: Tree) -> Tree:
-    """A tree that is equal in the group before the first exchange, in float32 or wider.
-
-    It is the parameters themselves if all workers start from the same ones, which their
-    fingerprints tell. Otherwise it is the mean of the finite starts, and only then do the
-    parameters travel. Elements that are not finite are 0.
-    """
-    start = lax.stop_gradient(trees.widened(params))
-    if group.is_bound and group.size > 1:
-        prints = group.gather(fingerprint(start))
-        differ = (prints != prints[:1]).any()
-
-        def mean(_: Any, start: Tree) -> Tree:
-            found, _ = group.masked_mean(start, trees.all_finite(start))
-            return trees.where(differ, found, start)
-
-        # Under a `jax.vmap` a branch would become a `select` and always communicate.
-        times = _of_any_row(differ).astype(jnp.int32)
-        start = jax.tree.map(lambda x: typed_alike(x, differ), start)
-        with jax.named_scope(REPAIR):
-            start = lax.fori_loop(0, times, mean, start)
-        start = group.channel.known_equal(start)
-    return jax.tree.map(trees.finite_part, start)
 
 
 def _voted(
@@ -208,21 +186,6 @@ def _taken_over(holders: Sequence[MeshChannel], tree: Tree, sources: Array) -> T
     return treedef.unflatten(leaves)
 
 
-@custom_vmap
-def _of_any_row(condition: Array) -> Array:
-    """Returns the condition; under `jax.vmap`, whether it holds in any row.
-
-    All rows then repair together: they meet in the same messages.
-    """
-    return condition
-
-
-@_of_any_row.def_vmap
-def _(size: int, batched: list[bool], condition: Array) -> tuple[Array, bool]:
-    del size
-    return (_of_any_row(condition.any(0)) if batched[0] else condition), False
-
-
 # What lock step promises to be bit-identical in the group
 
 
@@ -275,148 +238,12 @@ def _broadcast(holders: MeshChannel, x: Array, source: Array) -> Array:
     No group counts them: repairs are rare, and no bytes of an exchange.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        data = _broadcast(holders, _numbers(x), source)
+        data = _broadcast(holders, numbers(x), source)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = (_broadcast(holders, part, source) for part in (x.real, x.imag))
         return lax.complex(*parts)
-    sent = holders.broadcast(_bits(x), source)
+    sent = holders.broadcast(bits(x), source)
     if x.dtype == jnp.bool_:
         return sent.astype(bool)
     return lax.bitcast_convert_type(sent, x.dtype)
-
-
-# Fingerprints
-
-
-def fingerprint(tree: Tree) -> Array:
-    """Returns a hash of all bits of a tree, the same for every sharding: uint32 [2].
-
-    A change of a single element always changes it. Other changes go unseen with a
-    probability of about 2⁻⁶⁴.
-    """
-    if not jax.tree.leaves(tree):
-        return jnp.zeros([2], jnp.uint32)
-    axes = known_axes()
-    tree = jax.tree.map(_numbers, tree)
-    layout = axes_by_dimension(tree)
-
-    def of_shards(tree: Tree) -> Array:
-        hashes = _hashes(jax.tree.leaves(tree), layout, axes)
-        return hashes.of_worker.sum(0, dtype=jnp.uint32)
-
-    return shard_by_shard(of_shards, tree, out=lambda _: Spec())
-
-
-class Hashes(NamedTuple):
-    """The hashes of leaves.
-
-    Attributes:
-      of_device: uint32 [leaves, 2], of the shards on this device.
-      of_worker: uint32 [leaves, 2], of all its devices.
-      copies_agree: bool scalar, whether those of its devices that hold the same shard have
-        the same bits.
-    """
-
-    of_device: Array
-    of_worker: Array
-    copies_agree: Array
-
-
-def _hashes(
-    leaves: Sequence[Array],
-    layout: Sequence[Sequence[tuple[str, ...]]],
-    axes: tuple[str, ...],
-) -> Hashes:
-    """The hashes of leaves, on one device of a worker.
-
-    Of several devices that hold the same shard the first one counts for the worker. The
-    others change the worker's hash only if they differ from it.
-    """
-    each = zip(map(_numbers, leaves), layout)
-    found = jnp.stack([_of_leaf(x, n, names) for n, (x, names) in enumerate(each)])
-    if not axes:
-        return Hashes(found, found, jnp.asarray(True))
-    copied = [_copied_over(names, axes) for names in layout]
-    is_first = [lax.axis_index(c) == 0 if c else jnp.asarray(True) for c in copied]
-    of_first = jnp.where(jnp.stack(is_first)[:, None], found, 0)
-    first, every = lax.psum((of_first, found), axes)
-    count = jnp.array([math.prod(map(lax.axis_size, c)) for c in copied], jnp.uint32)
-    apart = every - count[:, None] * first
-    return Hashes(found, first ^ apart * jnp.uint32(ODD[0]), (apart == 0).all())
-
-
-def _copied_over(
-    names: Sequence[tuple[str, ...]], axes: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The axes inside a worker along which its devices hold copies of a leaf.
-
-    names: the axes over which each dimension is sharded. axes: all axes inside a worker.
-    """
-    return tuple(axis for axis in axes if axis not in itertools.chain(*names))
-
-
-def _numbers(x: Array) -> Array:
-    """The numbers of random keys, and any other array as it is."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return jax.random.key_data(x)
-    return x
-
-
-# Odd numbers, so that each product is a bijection of 32 bits: the golden ratio, and those
-# of the finalizers of murmur3 and xxHash.
-ODD = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
-LANES = 0x2C1B3C6D, 0x297A2D39
-
-
-def _of_leaf(x: Array, number: int, names: Sequence[tuple[str, ...]]) -> Array:
-    """The sum over all elements of a hash of place and bits: uint32 [2].
-
-    For a given place the hash is a bijection of the bits. names: the axes over which each
-    dimension is sharded.
-    """
-    place, lanes = _place(x, names), []
-    for n, word in enumerate(_words(x)):
-        seed = jnp.uint32((2 * number + n + 1) * ODD[1] % 2**32)
-        mixed = _mixed(word ^ _mixed(place * jnp.uint32(ODD[0]) + seed, ODD[1]), ODD[2])
-        lanes.append([_mixed(mixed, odd).sum(dtype=jnp.uint32) for odd in LANES])
-    return jnp.array(lanes, jnp.uint32).sum(0, dtype=jnp.uint32)
-
-
-def _mixed(x: Array, odd: int) -> Array:
-    """A bijection of 32 bits."""
-    x = (x ^ x >> 16) * jnp.uint32(odd)
-    return x ^ x >> 15
-
-
-def _place(x: Array, names: Sequence[tuple[str, ...]]) -> Array:
-    """The index of each element in the whole leaf, modulo 2³²."""
-    place, stride = jnp.zeros(x.shape, jnp.uint32), 1
-    for d in reversed(range(x.ndim)):
-        own, n = names[d] if d < len(names) else (), x.shape[d]
-        along = lax.broadcasted_iota(jnp.uint32, x.shape, d)
-        if own:
-            along += lax.axis_index(own).astype(jnp.uint32) * jnp.uint32(n)
-        place += along * jnp.uint32(stride % 2**32)
-        stride *= n * math.prod(map(lax.axis_size, own))
-    return place
-
-
-def _words(x: Array) -> list[Array]:
-    """The bits of an array as arrays of uint32 of its shape."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _words(x.real) + _words(x.imag)
-    bits = _bits(x)
-    low = bits.astype(jnp.uint32)
-    return [low, (bits >> 32).astype(jnp.uint32)] if bits.dtype.itemsize == 8 else [low]
-
-
-def _bits(x: Array) -> Array:
-    """The bits of an array as unsigned integers of its width."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
-    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
-        return x
-    width = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else None
-    width = width or jnp.finfo(x.dtype).bits
-    return lax.bitcast_convert_type(x, f"uint{width}")

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
+from lsgd_jax._src.shared import typed_alike
+
 
 def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
     """`lax.cond`, or one of the branches if `due` is a Python bool.
@@ -33,13 +35,6 @@ def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
         )
 
     return lax.cond(due, typed(then, otherwise), typed(otherwise, then), *operands)
-
-
-def typed_alike(x: Array, like: Array) -> Array:
-    """Returns x, typed as varying also over the axes over which `like` varies."""
-    own, other = (jax.typeof(a).manual_axis_type.varying for a in (x, like))
-    missing = tuple(other - own)
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 @custom_vmap

@@ -30,7 +30,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.checks import check_fraction, check_option
 from lsgd_jax._src.exchange import parts
-from lsgd_jax._src.exchange.agreement import Fingerprints, common_start, verified
+from lsgd_jax._src.exchange.agreement import Fingerprints, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.schedule import Period, Schedule, check_schedule, taking_turns
@@ -303,9 +303,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         restored=jnp.zeros([], jnp.int32),
         dropped=jnp.zeros([], jnp.int32),
         traffic=Traffic.zero(axes, *pull.schedule.message_steps(1)),
-        wire=WireState.start(pull.rule.keeps or (), group, part, common_start)
-        if pull.is_narrow
-        else (),
+        wire=WireState.start(pull.rule.keeps or (), group, part) if pull.is_narrow else (),
         agreement=Fingerprints.start() if pull.verify else (),
         dropped_in_a_row=jnp.zeros([], jnp.int32),
         missed=jnp.zeros([], jnp.int32),

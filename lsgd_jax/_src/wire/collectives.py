@@ -1,7 +1,7 @@
 """MeshChannel: a group's messages as collectives of one compiled program.
 
-All code is written for ONE worker, which names its group by mesh axes. Small leaves of a
-tree travel in one buffer per dtype, because each collective call has a fixed cost.
+All code is written for ONE worker, which names its group by mesh axes. The leaves of a tree
+travel together, because each collective call has a fixed cost; see `carried`.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from lsgd_jax._src.explicit import by_shards
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
 from lsgd_jax._src.shared import NAMES, SLOTS, WORKER_AXES, known_equal
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire.packing import Cut, Packing
+from lsgd_jax._src.wire.carried import carried
+from lsgd_jax._src.wire.packing import Cut
 
 
 Permutation = Sequence[tuple[int, int]] | Array
@@ -88,31 +89,43 @@ class MeshChannel:
         names = [*reversed(slots), *([devices] if devices else [])]
 
         def stacked(x):
-            return functools.reduce(lax.all_gather, names, x)
+            rows = functools.reduce(lax.all_gather, names, x)
+            return rows.reshape(self.size, *x.shape)
 
-        return jax.tree.map(lambda x: stacked(x).reshape(self.size, *x.shape), tree)
+        return carried(stacked, tree)
 
-    def transpose(self, x: Array) -> Array:
-        """Row i of worker j becomes row j of worker i: shape [size, ...] in and out."""
+    def transpose(self, tree: Tree) -> Tree:
+        """Row i of worker j becomes row j of worker i: leaves [size, ...] in and out."""
         devices, slots = self._devices_and_slots()
         sizes = [math.prod(map(lax.axis_size, devices)), *map(lax.axis_size, slots)]
-        rows = x.reshape(*sizes, *x.shape[1:])
-        # Vmapped axes can only be exchanged one at a time.
-        for d, names in enumerate([devices, *slots]):
-            if names:
-                rows = lax.all_to_all(rows, names, d, d, tiled=True)
-        return rows.reshape(x.shape)
 
-    def scatter(self, x: Array) -> Array:
-        """This worker's part [n, ...] of the sum of all workers' x, [size * n, ...]."""
+        def transposed(x):
+            rows = x.reshape(*sizes, *x.shape[1:])
+            # Vmapped axes can only be exchanged one at a time.
+            for d, names in enumerate([devices, *slots]):
+                if names:
+                    rows = lax.all_to_all(rows, names, d, d, tiled=True)
+            return rows.reshape(x.shape)
+
+        return carried(transposed, tree, leading=1)
+
+    def scatter(self, tree: Tree) -> Tree:
+        """This worker's row of the sum of all trees: leaves [size, ...] to [...]."""
         devices, slots = self._devices_and_slots()
-        for names in [devices, *slots]:
-            x = lax.psum_scatter(x, names, tiled=True) if names else x
-        return x
 
-    def add(self, x: Array) -> Array:
-        """The sum of all workers' x."""
-        return lax.psum(x, self._names) if self._names else x
+        def scattered(x):
+            for names in [devices, *slots]:
+                x = lax.psum_scatter(x, names, tiled=True) if names else x
+            return x
+
+        rows = carried(scattered, tree, leading=1, adds=True)
+        return jax.tree.map(lambda x: x[0], rows)
+
+    def add(self, tree: Tree) -> Tree:
+        """The sum of all workers' trees."""
+        if not self._names:
+            return tree
+        return carried(lambda x: lax.psum(x, self._names), tree, adds=True)
 
     def known_equal(self, tree: Tree) -> Tree:
         """The tree, which is equal in the group; see `shared.known_equal`."""
@@ -130,23 +143,20 @@ class MeshChannel:
         def add_up(x):
             return lax.psum(mask(x), self._names).astype(x.dtype)
 
-        return _packed(lambda x: _in_whole_words(add_up, x), tree)
+        return carried(lambda x: _in_whole_words(add_up, x), tree)
 
     @by_shards(out=lambda specs, *_: (specs, Spec()))
     def sum(self, tree: Tree, where: Array, *, mean: bool) -> tuple[Tree, Array]:
         """The sum or mean of the trees of the workers for which `where` holds."""
         # The count lies in the buffer of the small leaves, and needs no message.
         summed = (widened(tree), where.astype(jnp.float32))
-        packing = Packing(summed)
 
-        def take_part(x):
-            return jnp.where(where, x, 0)
+        def add_up(x):
+            return lax.psum(jnp.where(where, x, 0), self._names)
 
-        sums = [lax.psum(take_part(x), self._names) for x in packing.pack(summed)]
-        total, count = packing.unpack(sums)
+        total, count = carried(add_up, summed, adds=True)
         if mean:
-            means = [s / count.astype(s.dtype) for s in sums]
-            total, _ = packing.unpack(means)
+            total = jax.tree.map(lambda s: s / count.astype(s.dtype), total)
         return total, count
 
     def permute(self, tree: Tree, permutation: Permutation) -> Tree:
@@ -177,7 +187,7 @@ class MeshChannel:
             def along(x):
                 return _send_along(x, permutation, devices, MeshChannel(slots))
 
-        return shard_by_shard(lambda tree: _packed(along, tree), tree)
+        return shard_by_shard(lambda tree: carried(along, tree), tree)
 
     def _through_all(self, x: Array, sources: Array) -> Array:
         if not x.size:
@@ -197,12 +207,6 @@ class MeshChannel:
             tuple(name for name in names if name in across),
             tuple(name for name in names if name not in across),
         )
-
-
-def _packed(collective: Callable[[Array], Array], tree: Tree) -> Tree:
-    """Applies a collective to a few buffers in place of the leaves."""
-    packing = Packing(tree)
-    return packing.unpack([collective(buffer) for buffer in packing.pack(tree)])
 
 
 def _in_whole_words(collective: Callable[[Array], Array], x: Array) -> Array:

@@ -52,17 +52,12 @@ class WireState(NamedTuple):
     error: Tree | None
 
     @classmethod
-    def start(
-        cls, keeps: Sequence[str], group: Group, part: Tree, common: Callable[..., Tree]
-    ) -> "WireState":
-        """Returns the memory before the first exchange.
-
-        common: (group, part) -> a tree like the part that is equal in the group.
-        """
+    def start(cls, keeps: Sequence[str], group: Group, part: Tree) -> "WireState":
+        """Returns the memory before the first exchange."""
         reference = None
         error = None
         if "reference" in keeps:
-            shared = group.shared(common(group, part))
+            shared = group.start(part)
             reference = shared if shared.axes is None else shared.value
         if "error" in keeps:
             error = trees.zeros(part)
@@ -348,14 +343,14 @@ class EncodedGroup(Group):
         coded = owed[: codec.coded]
         plain = owed[codec.coded :]
         keys = [codec.key(key, b) for b in range(codec.coded)]
-        found = [
-            narrow_sums.add_up(x, key, self._wire, self._across)
-            for x, key in zip(coded, keys)
-        ]
-        exact, count = self._gathered_sums(plain, where, lambda sent: sent)
-        sums = [total for total, _ in found] + exact
-        errors = [e for _, e in found] + list(map(jnp.zeros_like, plain))
-        return sums, errors, count
+        message = (plain, where.astype(jnp.float32))
+        packing = Packing(message)
+        beside = packing.pack(message)
+        sums, errors, rows = narrow_sums.add_up(
+            coded, keys, beside, self._wire, self._across
+        )
+        exact, count = self._added_rows(packing, rows, lambda sent: sent)
+        return sums + exact, errors + list(map(jnp.zeros_like, plain)), count
 
     def _sums_on_two_levels(
         self, add_up: Callable, codec: Codec, owed: list[Array], where: Array, key: Any
@@ -369,7 +364,7 @@ class EncodedGroup(Group):
         coded = owed[: codec.coded]
         plain = owed[codec.coded :]
         cuts = [self._wire.cut(x.shape, inside.size) for x in coded]
-        parts = [inside.scatter(cut.rows(x))[0] for cut, x in zip(cuts, coded)]
+        parts = inside.scatter([cut.rows(x) for cut, x in zip(cuts, coded)])
         across = Codec(parts, self._wire, codec.shards[: codec.coded])
         sums, e, _ = add_up(across, across.pack(parts), jnp.asarray(True), key)
 
@@ -377,12 +372,10 @@ class EncodedGroup(Group):
             nothing = jnp.zeros([inside.size, *part.shape], part.dtype)
             return lax.dynamic_update_index_in_dim(nothing, part, inside.index, 0)
 
-        sums = [
-            cut.array(inside.gather(part)) for cut, part in zip(cuts, across.unpack(sums))
-        ]
+        whole = inside.gather(across.unpack(sums))
+        sums = [cut.array(rows) for cut, rows in zip(cuts, whole)]
         errors = [cut.array(in_place(part)) for cut, part in zip(cuts, across.unpack(e))]
-        exact = list(map(self.add, plain))
-        count = self.add(where.astype(jnp.float32))
+        exact, count = self.add((plain, where.astype(jnp.float32)))
         return sums + exact, errors + list(map(jnp.zeros_like, plain)), count
 
     def _gathered_sums(
@@ -392,6 +385,12 @@ class EncodedGroup(Group):
         message = (sent, where.astype(jnp.float32))
         packing = Packing(message)
         rows = self._across.gather(packing.pack(message))
+        return self._added_rows(packing, rows, read)
+
+    def _added_rows(
+        self, packing: Packing, rows: list[Array], read: Callable[[Message], Tree]
+    ) -> tuple[Tree, Array]:
+        """Σ read(sent), of all workers' packed (sent, whether it counts)."""
         # Otherwise XLA gathers them under a `jax.vmap` once for each row, in the loop.
         rows = list(map(whole_rows, rows))
 

@@ -25,13 +25,13 @@ from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.trees import (
     HEADROOM,
     Tree,
-    all_finite,
     widened,
     zeros,
 )
 from lsgd_jax._src.wire.codec import draws
 from lsgd_jax._src.wire.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.wire.shares import Shares
+from lsgd_jax._src.wire.starts import common_start
 
 
 class Channel(Protocol):
@@ -132,15 +132,12 @@ class Group:
         return Shared(tree) if is_all else Shared(tree, dict.fromkeys(self.axes))
 
     def start(self, params: Tree) -> Shared[Tree]:
-        """Returns the mean of the finite starts, in float32 or wider.
+        """Returns the common start of the workers, in float32 or wider.
 
-        Outside of mapped functions, where no axis is bound, all workers start from the same
-        parameters, which are then the mean.
+        It is the parameters themselves if all workers start from the same ones, and
+        otherwise the mean of the finite starts. Only then do the parameters travel.
         """
-        if not self.is_bound:
-            return Shared(widened(params))
-        mean, _ = self.masked_mean(params, all_finite(params))
-        return self.shared(mean)
+        return self.shared(common_start(self, params))
 
     # Messages
 
@@ -153,25 +150,25 @@ class Group:
         self._count(tree)
         return self.channel.gather(tree)
 
-    def transpose(self, x: Array) -> Array:
-        """Sends row i of x to worker i; row j of the result comes from worker j.
+    def transpose(self, tree: Tree) -> Tree:
+        """Sends row i of each leaf to worker i; row j of the result is from worker j.
 
         Args:
-          x: [size, ...]; varying. Only in compiled programs, not between asynchronous
-            workers.
+          tree: leaves [size, ...]; varying. Only in compiled programs, not between
+            asynchronous workers.
         """
-        self._count(x)
-        return self.channel.transpose(x)
+        self._count(tree)
+        return self.channel.transpose(tree)
 
-    def scatter(self, x: Array) -> Array:
-        """Returns this worker's part [n, ...] of the sum of all x, [size * n, ...]."""
-        self._count(x)
-        return self.channel.scatter(x)
+    def scatter(self, tree: Tree) -> Tree:
+        """Returns this worker's row of the sum of all trees: [size, ...] to [...]."""
+        self._count(tree)
+        return self.channel.scatter(tree)
 
-    def add(self, x: Array, times: int = 1) -> Array:
-        """Returns the sum of all workers' x; in a loop it counts as so many messages."""
-        self._count([x] * times)
-        return self.channel.add(x)
+    def add(self, tree: Tree, times: int = 1) -> Tree:
+        """Returns the sum of all trees; in a loop it counts as so many messages."""
+        self._count([tree] * times)
+        return self.channel.add(tree)
 
     @with_automatic_axes
     def elect(self, score: Array) -> tuple[Array, Array]:

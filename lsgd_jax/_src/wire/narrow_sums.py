@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from lsgd_jax._src.trees import finite_part
+from lsgd_jax._src.trees import Tree, finite_part
 from lsgd_jax._src.wire.blocks import Layout
-from lsgd_jax._src.wire.codec import folded
+from lsgd_jax._src.wire.codec import Message, folded
 from lsgd_jax._src.wire.packing import Cut
 from lsgd_jax._src.wire.shares import second_round
 from lsgd_jax._src.wire.wire import Wire
@@ -49,46 +49,84 @@ def pays(sizes: Sequence[int], wire: Wire, workers: int) -> bool:
     return workers * message > max(2 * padded, SMALL)
 
 
-def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, Array]:
-    """Sums a buffer over all workers.
+def add_up(
+    buffers: Sequence[Array],
+    keys: Sequence[Array | None],
+    beside: Tree,
+    wire: Wire,
+    group: Any,
+) -> tuple[list[Array], list[Array], Tree]:
+    """Sums buffers over all workers, in two messages.
 
     Args:
-      x: finite floats of any shape; 0 for a worker that does not take part.
-      key: a random key, None to round to nearest.
+      buffers: finite floats of any shape; 0 for a worker that does not take part.
+      keys: for each buffer a random key, None to round to nearest.
+      beside: a small tree that is gathered with the sums.
       wire: a format of integers, or 'bfloat16'.
       group: the `Group` of the workers.
 
     Returns:
-      (sum, error): the sum in float32, the same bits on all workers; this worker's error,
-      of its message and of the sum of its share.
+      (sums, errors, rows): the sums in float32, the same bits on all workers; this worker's
+      errors, of its messages and of the sums of its shares; all workers' trees `beside`.
     """
-    cut, layout = shares(x.shape, group.size, wire)
+    summed = [ShareSum(x, key, wire, group) for x, key in zip(buffers, keys, strict=True)]
+    arrived = group.transpose([each.message for each in summed])
+    totals = [each.total(second_round(rows)) for each, rows in zip(summed, arrived)]
+    coded, rows = group.gather(([sent for sent, _ in totals], beside))
+    sums = [each.sums(message) for each, message in zip(summed, coded)]
+    errors = [each.errors(left) for each, (_, left) in zip(summed, totals)]
+    return sums, errors, rows
 
-    def decode(message):
-        return wire.decode(message, layout)
 
-    rows = cut.rows(x.astype(jnp.float32))
-    sent, given = wire.rounded(rows, layout, key)
-    # XLA would take the difference once the messages have arrived, and hold both rows.
-    sent, left = lax.optimization_barrier((sent, rows - given))
-    arrived = second_round(jax.tree.map(group.transpose, sent))
+class ShareSum:
+    """The sum of one buffer over all workers, of which each adds up its share.
 
-    def add(i: Array, total: Array) -> Array:
+    Args:
+      x, key, wire, group: see `add_up`.
 
-        def row(x):
-            return lax.dynamic_index_in_dim(x, i, keepdims=False)
+    Attributes:
+      message: Q(x), by shares, [W, ...].
+    """
 
-        return total + decode(jax.tree.map(row, arrived))
+    def __init__(self, x: Array, key: Array | None, wire: Wire, group: Any):
+        self._wire = wire
+        self._group = group
+        self._key = key
+        self._cut, self._layout = shares(x.shape, group.size, wire)
+        rows = self._cut.rows(x.astype(jnp.float32))
+        sent, given = wire.rounded(rows, self._layout, key)
+        # XLA would take the difference once the messages have arrived, and hold both rows.
+        self.message, self._left = lax.optimization_barrier((sent, rows - given))
 
-    nothing = jnp.zeros(rows.shape[1:], jnp.float32)
-    total = finite_part(lax.fori_loop(0, group.size, add, nothing))
-    again = None if key is None else folded(key, 1)
-    coded, given = wire.rounded(total, layout, again)
-    own = lax.dynamic_index_in_dim(left, group.index, keepdims=False)
-    own = own + total - given
-    errors = lax.dynamic_update_index_in_dim(left, own, group.index, 0)
-    sums = decode(jax.tree.map(group.gather, coded))
-    return cut.array(sums), cut.array(errors)
+    def total(self, arrived: Message) -> tuple[Message, Array]:
+        """Q(S) and S - Q(S) of this worker's share S = Σ_i Q(x_i), of W messages."""
+
+        def add(i: Array, total: Array) -> Array:
+
+            def row(x):
+                return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+            return total + self._decoded(jax.tree.map(row, arrived))
+
+        nothing = jnp.zeros(self._cut.part, jnp.float32)
+        total = finite_part(lax.fori_loop(0, self._group.size, add, nothing))
+        again = None if self._key is None else folded(self._key, 1)
+        coded, given = self._wire.rounded(total, self._layout, again)
+        return coded, total - given
+
+    def sums(self, messages: Message) -> Array:
+        """The sum of the buffer, from the messages of all shares."""
+        return self._cut.array(self._decoded(messages))
+
+    def errors(self, of_total: Array) -> Array:
+        """The errors that are this worker's, with that of the sum of its share."""
+        index = self._group.index
+        own = lax.dynamic_index_in_dim(self._left, index, keepdims=False) + of_total
+        errors = lax.dynamic_update_index_in_dim(self._left, own, index, 0)
+        return self._cut.array(errors)
+
+    def _decoded(self, message: Message) -> Array:
+        return self._wire.decode(message, self._layout)
 
 
 def shares(shape: tuple[int, ...], workers: int, wire: Wire) -> tuple[Cut, Layout]:

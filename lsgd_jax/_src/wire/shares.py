@@ -64,23 +64,19 @@ class Shares:
         if not self._is_cut:
             return self._group.gather(buffers)  # one message of all buffers
         group = self._group
-
-        def own(x):
-            return group.transpose(Cut.of(x.shape, group.size).rows(x))
-
-        return second_round([own(x) if x.size else group.gather(x) for x in buffers])
+        rows = [Cut.of(x.shape, group.size).rows(x) for x in buffers]
+        return second_round(group.transpose(rows))
 
     def join(self, shares: Sequence[Array]) -> Tree:
         """The tree of all workers' shares, one for each buffer, [...]."""
         # Parts of a buffer cannot tell its shape, because they may be padded.
-        shapes = map(self.packing.shape, range(len(self.packing.members)))
+        if not self._is_cut:
+            return self.packing.unpack(shares)
         group = self._group
-        buffers = []
-        for share, shape in zip(shares, shapes):
-            if self._is_cut and share.size:
-                share = Cut.of(shape, group.size).array(group.gather(share))
-            buffers.append(share)
-        return self.packing.unpack(buffers)
+        shapes = map(self.packing.shape, range(len(self.packing.members)))
+        rows = group.gather(list(shares))
+        cuts = [Cut.of(shape, group.size) for shape in shapes]
+        return self.packing.unpack([cut.array(x) for cut, x in zip(cuts, rows)])
 
     def total(self, partial: Array, times: int = 1) -> Array:
         """The sum over the workers' shares; in a loop of `times` iterations."""

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import mostly_slow
+from harness import COLLECTIVE, mostly_slow
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
+from lsgd_jax._src.wire import narrow_sums
+from lsgd_jax._src.wire.packing import PACKED_BELOW
 
 
 BOTH = ("node", "local")
@@ -185,14 +187,60 @@ def test_permute_refuses_invalid_permutations(permutation, message):
         f(workers.put(jnp.ones(8)))
 
 
-def test_a_tree_needs_one_collective_per_dtype():
-    workers = lj.Workers(2, 4)
-    tree = {str(i): jnp.ones((8, 3 + i)) for i in range(10)} | {
-        f"h{i}": jnp.ones((8, 2), jnp.bfloat16) for i in range(5)
-    }
-    f = workers.map(lambda t: lj.rules.Group(BOTH).broadcast(t, jnp.int32(0)))
-    text = f.lower(workers.put(tree)).as_text()
-    assert text.count("stablehlo.all_reduce") == 2
+EXCHANGES = {
+    "float32": (lj.diloco(1), ["all-reduce"]),
+    "bfloat16": (lj.diloco(1, wire="bfloat16"), ["all-gather", "all-to-all"]),
+    "int8": (lj.diloco(1, wire="int8"), ["all-gather", "all-to-all"]),
+    "int4": (lj.diloco(1, wire="int4"), ["all-gather", "all-to-all"]),
+    "leader": (lj.lsgd(0, 0.1, 1, 1, axes="node"), ["all-gather", "all-reduce"]),
+    "leader in int8": (
+        lj.lsgd(0, 0.1, 1, 1, axes="node", wire="int8"),
+        ["all-gather", "all-reduce"],
+    ),
+    "sparse": (lj.contrib.sparse_diloco(1), ["all-gather"]),
+    "peers in int8": (lj.sgp(wire="int8"), ["collective-permute"]),
+}
+COUNTED = [(name, leaves) for name in EXCHANGES for leaves in (1, 12, 200)]
+
+
+@pytest.mark.parametrize(
+    "name, leaves", mostly_slow(COUNTED, fast=[("float32", 12), ("int8", 12)])
+)
+def test_an_exchange_has_as_many_messages_for_any_number_of_leaves(
+    name, leaves, monkeypatch
+):
+    """Of twelve leaves three are large, and one is in half precision."""
+    monkeypatch.setattr(narrow_sums, "SMALL", 0)
+    method, expected = EXCHANGES[name]
+    o = lj.outer(method)
+    workers = lj.Workers(4, 1)
+
+    def leaf(i):
+        is_large = leaves <= 12 and i % 4 == 0
+        dtype = jnp.bfloat16 if i == 7 else jnp.float32
+        return jnp.ones([8, PACKED_BELOW // 8 + 1] if is_large else [33], dtype)
+
+    start = {f"{i:03}": leaf(i) for i in range(leaves)}
+    params = workers.replicate(start)
+    state = workers.replicate(o.init(start))
+    phase = o.phase(2, workers.sizes)
+    step = workers.map(lambda x, s: o.step(x, s, loss=jnp.float32(1), phase=phase))
+    text = step.lower(params, state).compile().as_text()
+    found = [each.strip(" (") for each in COLLECTIVE.findall(text)]
+    assert sorted(found) == expected
+
+
+def test_a_coordinatewise_rule_takes_two_messages():
+    workers = lj.Workers(2, 2)
+    tree = {str(i): jnp.ones((4, 3 + i)) for i in range(10)}
+    middle = workers.map(
+        lambda t: lj.rules.Group(BOTH).coordinatewise(lambda x: jnp.median(x, axis=0), t)
+    )
+    text = middle.lower(workers.put(tree)).compile().as_text()
+    assert sorted(each.strip(" (") for each in COLLECTIVE.findall(text)) == [
+        "all-gather",
+        "all-to-all",
+    ]
 
 
 def test_a_collective_without_bound_axes_is_refused():

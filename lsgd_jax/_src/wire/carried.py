@@ -1,0 +1,171 @@
+"""Trees in as few collectives as possible.
+
+The collectives of a program run one after the other on CPUs, and each waits for the
+latencies of the network. Leaves side by side in one array wait for them once. Joining them
+costs a copy, which is dear on TPUs, where the last axes of an array lie in tiles.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, dtypes, lax
+
+from lsgd_jax._src.layouts import may_be_sharded
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.packing import PACKED_BELOW
+
+
+def carried(
+    collective: Callable[[Array], Array], tree: Tree, leading: int = 0, adds: bool = False
+) -> Tree:
+    """Applies a collective to the leaves of a tree, in as few calls as pays.
+
+    On CPUs all leaves travel in one array, on GPUs all but large ones of 32 bits, which XLA
+    joins by itself, and on TPUs only the small ones of one dtype. Where arrays may be
+    sharded each leaf travels by itself, because joining them would gather the shards.
+
+    Args:
+      collective: from an array to an array, whose last axis it leaves alone.
+      tree: arrays.
+      leading: the number of their leading axes that mean something to the collective.
+      adds: whether it adds up, so that each array must be of one dtype.
+    """
+    leaves = jax.tree.leaves(tree)
+
+    def places(platform: str) -> list[Hashable]:
+        return [_place(platform, i, x, leading, adds) for i, x in enumerate(leaves)]
+
+    def on(platform: str) -> Callable[[Tree], Tree]:
+
+        def call(tree: Tree) -> Tree:
+            joint = Joint(tree, places(platform), leading)
+            return joint.tree([collective(x) for x in joint.arrays(tree)])
+
+        return call
+
+    if places("cpu") == places("gpu") == places("tpu"):
+        return on("cpu")(tree)
+    return lax.platform_dependent(tree, cpu=on("cpu"), tpu=on("tpu"), default=on("gpu"))
+
+
+def _place(platform: str, i: int, leaf: Array, leading: int, adds: bool) -> Hashable:
+    """The array in which the i-th leaf travels: leaves of equal places share one."""
+    by_itself = i
+    by_dtype = leaf.dtype
+    is_large = math.prod(leaf.shape[leading:]) > PACKED_BELOW
+    if dtypes.issubdtype(leaf.dtype, dtypes.extended):
+        return by_itself
+    if may_be_sharded():
+        return by_itself if leaf.ndim > leading else by_dtype
+    if platform == "tpu":
+        return by_itself if is_large else by_dtype
+    if platform == "gpu" and is_large and leaf.dtype.itemsize >= 4:
+        return by_itself
+    return by_dtype if adds else "together"
+
+
+class Joint:
+    """Leaves of a tree side by side in flat arrays.
+
+    Leaves of one dtype stay as they are. Those of several dtypes become words of 32 bits,
+    each from the start of a word on.
+
+    Args:
+      tree: arrays.
+      places: for each leaf the array that it lies in.
+      leading: the number of leading axes, which stay.
+
+    >>> tree = {"codes": jnp.arange(3, dtype=jnp.int8), "scale": jnp.ones([1])}
+    >>> joint = Joint(tree, [0, 0])
+    >>> joint.arrays(tree)
+    [Array([     131328, 1065353216], dtype=uint32)]
+    >>> joint.tree(joint.arrays(tree))["codes"]
+    Array([0, 1, 2], dtype=int8)
+    """
+
+    def __init__(self, tree: Tree, places: Sequence[Hashable], leading: int = 0):
+        leaves, self._treedef = jax.tree.flatten(tree)
+        self._like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        self._leading = leading
+        members: dict[Hashable, list[int]] = {}
+        for i, place in enumerate(places):
+            members.setdefault(place, []).append(i)
+        self._members = list(members.values())
+
+    def arrays(self, tree: Tree) -> list[Array]:
+        """The arrays of a tree, [*leading, n]; a leaf by itself keeps its shape."""
+        leaves = jax.tree.leaves(tree)
+        arrays = []
+        for members in self._members:
+            own = [leaves[i] for i in members]
+            if len(own) == 1:
+                arrays += own
+                continue
+            runs = [x.reshape(*x.shape[: self._leading], -1) for x in own]
+            if not self._is_of_one_dtype(members):
+                runs = list(map(words, runs))
+            arrays.append(jnp.concatenate(runs, axis=-1))
+        return arrays
+
+    def tree(self, arrays: Sequence[Array]) -> Tree:
+        """The tree of arrays [..., n], whose leading axes may have changed."""
+        leaves: list[Any] = [None] * len(self._like)
+        for array, members in zip(arrays, self._members, strict=True):
+            if len(members) == 1:
+                leaves[members[0]] = array
+                continue
+            are_words = not self._is_of_one_dtype(members)
+            start = 0
+            for i in members:
+                like = self._like[i]
+                shape = like.shape[self._leading :]
+                size = math.prod(shape)
+                end = start + (words_of(size, like.dtype) if are_words else size)
+                run = lax.slice_in_dim(array, start, end, axis=-1)
+                if are_words:
+                    run = elements(run, size, like.dtype)
+                leaves[i] = run.reshape(*array.shape[:-1], *shape)
+                start = end
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _is_of_one_dtype(self, members: Sequence[int]) -> bool:
+        return len({self._like[i].dtype for i in members}) == 1
+
+
+def words_of(size: int, dtype: Any) -> int:
+    """The number of 32-bit words of so many elements.
+
+    >>> words_of(5, jnp.int8), words_of(5, jnp.float32)
+    (2, 5)
+    """
+    return -(-size * np.dtype(dtype).itemsize // 4)
+
+
+def words(x: Array) -> Array:
+    """The bits of an array [..., n] in words of 32 bits, uint32 [..., m]."""
+    if x.dtype == jnp.bool:
+        x = x.astype(jnp.uint8)
+    per_word = 4 // x.dtype.itemsize  # 0 for elements of 64 bits
+    if per_word > 1:
+        missing = -x.shape[-1] % per_word
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+        x = x.reshape(*x.shape[:-1], -1, per_word)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return bits if per_word else bits.reshape(*bits.shape[:-2], -1)
+
+
+def elements(bits: Array, size: int, dtype: Any) -> Array:
+    """The inverse of `words`: n = size elements of a dtype."""
+    dtype = np.dtype(dtype)
+    stored = np.dtype(np.uint8) if dtype == np.bool_ else dtype
+    if stored.itemsize == 8:
+        bits = bits.reshape(*bits.shape[:-1], -1, 2)
+    x = lax.bitcast_convert_type(bits, stored)
+    if stored.itemsize < 4:
+        x = x.reshape(*bits.shape[:-1], -1)
+        x = lax.slice_in_dim(x, 0, size, axis=-1)
+    return x.astype(dtype)
