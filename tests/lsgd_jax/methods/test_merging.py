@@ -15,7 +15,7 @@ def outer_sgd(**options):
 def merged(tx, gradients):
     """The step of the anchor from 0 that an outer rate of 1 takes: [17], of each worker."""
     start = np.zeros((len(gradients), 17))
-    seen, _ = train_rows(tx, start, np.asarray(gradients)[None], devices=8)
+    seen, _ = train_rows(tx, start, np.asarray(gradients)[None])
     np.testing.assert_array_equal(seen[0], np.tile(seen[0, 0], (len(gradients), 1)))
     return -seen[0, 0]
 

@@ -148,7 +148,7 @@ OTHER_TREES = {
 def test_another_tree_than_the_parameters_has_its_mean(cut):
     """Such as batch statistics, beside a method that keeps a center of the parameters."""
     options = {"fragments": 2, "scan_axis": {"a": 0}} if cut else {}
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 2)
     x = workers.put({"a": np.ones([2, 4, 2], np.float32), "b": np.ones(2, np.float32)})
     state = workers.map(lj.easgd(0.5, 2, **options).init)(x)
     moved = jax.tree.map(lambda x: x + 1, x)
@@ -165,7 +165,7 @@ def test_another_tree_than_the_parameters_has_its_mean(cut):
 
 
 def test_swapped_arguments_and_calls_inside_of_map_are_refused():
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 2)
     x = workers.put(np.ones((2, 3), np.float32))
     state = workers.map(lj.easgd().init)(x)
     with pytest.raises(ValueError, match=r"`center` takes \(params, opt_state\)"):
