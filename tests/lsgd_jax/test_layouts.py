@@ -394,7 +394,7 @@ def trained_on(kind, axes, tx, set_mesh=True):
         return workers.fetch((params, state, lj.consensus(params)))
 
 
-@pytest.mark.slow  # `test_axes_of_size_1_change_nothing` has explicit axes
+@pytest.mark.slow  # `test_functions_of_a_worker_see_explicit_types` has explicit axes
 @pytest.mark.parametrize(
     "method, axes",
     [*in_turn(EXPLICIT, (BOTH, ONE)), ("median", ONE)],
@@ -415,10 +415,10 @@ ONES = {
 }
 KINDS = {"inside": None, "automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 WITH_ONES = in_turn(METHODS | EXPLICIT, [*KINDS])[:-1] + [("int8", "explicit")]
-QUICKLY = [("diloco", "explicit")]
 
 
-@pytest.mark.parametrize("method, kind", mostly_slow(WITH_ONES, fast=QUICKLY))
+@pytest.mark.slow  # `test_outer.py` has a shard_map of explicit axes
+@pytest.mark.parametrize("method, kind", WITH_ONES)
 def test_axes_of_size_1_change_nothing(method, kind):
     """Specs may name them, and are those of the program, with the axis of the workers."""
     tx = (METHODS | EXPLICIT)[method]()

@@ -318,7 +318,7 @@ def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
     assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
 
 
-@of_each(KINDS)
+@of_each(KINDS, fast=["lsgd", "diloco_streaming", "sgp", "wagma"])
 def test_predicates_of_communication_are_the_same_on_all_workers(name):
     """By jax's types (`check_vma`), which also prove that shared state is equal on all.
 

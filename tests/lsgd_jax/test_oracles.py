@@ -41,7 +41,7 @@ def build(case):
 
 # By default those of methods that have no other oracle, and whose equations their own tests
 # do not compute by hand, with a worker on each device, which compiles fastest.
-QUICK = "lsgd_multi_leader easgd slowmo diloco sgp_exponential pairwise_clock wagma cge"
+QUICK = "lsgd_multi_leader slowmo diloco sgp_exponential pairwise_clock cge"
 QUICK = [(name, 8) for name in QUICK.split()]
 EACH = QUICK + [case for case in in_turn(CASES, (8, 1, 2, 4)) if case not in QUICK]
 

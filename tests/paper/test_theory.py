@@ -34,6 +34,7 @@ def all_hold(outcome):
     return all(claim.holds for claim in outcome.claims)
 
 
+@pytest.mark.slow  # `test_the_command` makes the check
 def test_stationary_points():
     outcome = stationary_points.check(seed=3, landscapes=20)
     assert all_hold(outcome)
