@@ -414,7 +414,15 @@ ONES = {
     "out": P("fsdp", "tensor"),
 }
 KINDS = {"inside": None, "automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-WITH_ONES = in_turn(METHODS | EXPLICIT, [*KINDS])[:-1] + [("int8", "explicit")]
+# Two methods for each kind of axes; every method runs in shards above.
+WITH_ONES = [
+    ("lsgd", "inside"),
+    ("krum", "inside"),
+    ("grawa", "automatic"),
+    ("fragments", "automatic"),
+    ("diloco", "explicit"),
+    ("int8", "explicit"),
+]
 
 
 @pytest.mark.slow  # `test_outer.py` has a shard_map of explicit axes

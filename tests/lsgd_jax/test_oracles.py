@@ -43,7 +43,7 @@ def build(case):
 # do not compute by hand, with a worker on each device, which compiles fastest.
 QUICK = "lsgd_multi_leader slowmo diloco sgp_exponential pairwise_clock cge"
 QUICK = [(name, 8) for name in QUICK.split()]
-EACH = QUICK + [case for case in in_turn(CASES, (8, 1, 2, 4)) if case not in QUICK]
+EACH = QUICK + in_turn([name for name in CASES if (name, 8) not in QUICK], (8, 1, 2, 4))
 
 
 # `test_numbers_do_not_depend_on_the_devices` runs every method on others, too.

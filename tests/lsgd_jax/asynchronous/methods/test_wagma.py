@@ -56,8 +56,9 @@ def test_the_mean_of_all_waits_for_a_slow_worker_until_the_timeout():
 
 
 @pytest.mark.slow  # `test_contents.py` has small steps of the other methods
-@pytest.mark.parametrize("format", ["int4", "int8"])
-@pytest.mark.parametrize("seconds", [[1, 5, 1, 5], [1, 1.01, 1.02, 3]])
+@pytest.mark.parametrize(
+    "format, seconds", [("int4", [1, 5, 1, 5]), ("int8", [1, 1.01, 1.02, 3])]
+)
 def test_small_steps_are_not_lost_to_rounding_at_unequal_speeds(format, seconds):
     """One parameter moves 64 times as fast as all others of its block."""
     slow = 1 / 16 / {"int8": 127, "int4": 7}[format]
