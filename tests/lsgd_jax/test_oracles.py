@@ -41,7 +41,7 @@ def build(case):
 
 # By default those of methods that have no other oracle, and whose equations their own tests
 # do not compute by hand, with a worker on each device, which compiles fastest.
-QUICK = "lsgd_multi_leader slowmo diloco sgp_exponential pairwise_clock cge"
+QUICK = "slowmo diloco sgp_exponential pairwise_clock cge"
 QUICK = [(name, 8) for name in QUICK.split()]
 EACH = QUICK + in_turn([name for name in CASES if (name, 8) not in QUICK], (8, 1, 2, 4))
 
@@ -100,9 +100,9 @@ def noloco(groups, momentum, rate, gamma, period):
 BUILD = {f.__name__: f for f in (grawa, edit, decoupled, sparseloco, noloco)}
 NEW = {n: case for n, case in CASES_2026.items() if case["method"] in (*BUILD, "desloc")}
 ODD = ("sparseloco", "noloco", "desloc")
-# By default an odd number of workers, and the harder one of two forms; the tests of grawa
-# and of radial merges compute theirs by hand.
-FAST = "sparseloco_2bit-3 noloco-3 desloc_adam-3 edit_layer-3".split()
+# By default an odd number of workers, and the harder one of two forms; the tests of grawa,
+# of DES-LOC and of radial merges compute theirs by hand.
+FAST = "sparseloco_2bit-3 noloco-3 edit_layer-3".split()
 
 
 @pytest.mark.parametrize("name", mostly_slow(NEW, fast=FAST))

@@ -352,7 +352,8 @@ def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
 
 
 @pytest.mark.parametrize(
-    "last, worker, good", [(89.0, 88.0, False), (15.0, 15.0, True), (89.0, 5.0, True)]
+    "last, worker, good",
+    [(89.0, 88.0, False), slow(15.0, 15.0, True), (89.0, 5.0, True)],
 )
 def test_a_run_that_ends_far_above_its_best_has_diverged(
     last, worker, good, opened, monkeypatch, capsys

@@ -20,7 +20,7 @@ TURNS = graph.from_edges([[(0, 1), (0, 2), (2, 3)], [(1, 0), (3, 2), (3, 1)]])
 @pytest.mark.parametrize(
     "method, in_lock_step, workers, latency",
     [
-        (OSGP(), lj.osgp(), 4, 0),
+        toys.slow(OSGP(), lj.osgp(), 4, 0),
         toys.slow(OSGP(graph.ring), lj.dpsgd(graph.ring), 3, 0),
         toys.slow(OSGP(STAR), lj.dpsgd(STAR), 4, 0.4),
         toys.slow(OSGP(DIRECTED), lj.osgp(DIRECTED), 4, 0),
