@@ -317,7 +317,7 @@ RULES = [name for name in METHODS if name in KINDS or not name.endswith(FORMATS)
 # For properties that have nothing to do with formats.
 EXACT_KINDS = [name for name in KINDS if not name.endswith(FORMATS)]
 # The rows of both that are tested by default.
-FAST = "lsgd easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
+FAST = "lsgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
 
 
 def of_each(names, fast=FAST):

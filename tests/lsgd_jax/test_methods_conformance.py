@@ -281,7 +281,7 @@ def test_optax_finds_the_trees_like_the_parameters_in_the_state(name):
 
 
 # By default both ends of the chain, weights, and both kinds of formats.
-@of_each(RULES, fast=["easgd", "sgp", "licm", "diloco+int4", "lsgd+bfloat16"])
+@of_each(RULES, fast=["lsgd", "sgp", "licm", "diloco+int4", "lsgd+bfloat16"])
 def test_dtypes_stay_under_strict_promotion(name):
     run = run_of(name, 4, 2, 8)  # which other tests share, without these settings
     for dtype, x64 in (("bfloat16", False), ("float32", True)):
