@@ -317,7 +317,7 @@ RULES = [name for name in METHODS if name in KINDS or not name.endswith(FORMATS)
 # For properties that have nothing to do with formats.
 EXACT_KINDS = [name for name in KINDS if not name.endswith(FORMATS)]
 # The rows of both that are tested by default.
-FAST = "lsgd easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
+FAST = "lsgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
 
 
 def of_each(names, fast=FAST):
@@ -452,14 +452,14 @@ def exchanged(tx, workers, x, steps=1, state=None):
 
 
 @functools.cache
-def aggregator(tx, count, devices):
-    workers = lj.Workers(1, count, devices=jax.devices()[:devices])
+def aggregator(tx, count):
+    workers = lj.Workers(1, count)
     return workers, workers.map(lambda g: tx.update(g, tx.init(g), g)[0])
 
 
-def aggregate(tx, rows, devices=1):
+def aggregate(tx, rows):
     """Returns the aggregate that each worker gets of gradients [W, ...]."""
-    workers, update = aggregator(tx, len(jax.tree.leaves(rows)[0]), devices)
+    workers, update = aggregator(tx, len(jax.tree.leaves(rows)[0]))
     return update(workers.put(rows))
 
 
@@ -509,7 +509,7 @@ def as_rows(tree):
     return np.concatenate([np.reshape(tree[k], (len(tree[k]), -1)) for k in "ab"], axis=1)
 
 
-def train_rows(tx, start, gradients, devices=1, **options):
+def train_rows(tx, start, gradients, devices=8, **options):
     """Returns the parameters after every step, [steps, W, 17], and the last state."""
     workers = lj.Workers(1, len(start), devices=jax.devices()[: min(len(start), devices)])
     gradients = [as_tree(each) for each in gradients]
@@ -577,9 +577,9 @@ class Run:
         return seen, state
 
 
-def make(tx, W, devices=1, **options):
-    """Returns a run of SGD and a method over W workers of one node."""
-    return Run(optax.chain(SGD, tx), 1, W, devices, **options)
+def make(tx, W, **options):
+    """Returns a run of SGD and a method over W workers of one node, each on its device."""
+    return Run(optax.chain(SGD, tx), 1, W, devices=W, **options)
 
 
 @functools.lru_cache(16)

@@ -35,7 +35,7 @@ def test_the_median_worker_is_followed(example):
 
 def test_a_nonfinite_worker_is_not_followed(example):
     """The kernel adds restoring, parts and delays, which the rule does not mention."""
-    workers = lj.Workers(1, 3, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 3)
     rule = example.median_worker("local")
     part = lambda path: path == "a"
     tx = lj.exchange(lj.Pull(rule, 1.0, every=3, offset=2, delay=1, part=part))
@@ -65,7 +65,7 @@ def test_shard_map_and_vmap_agree_under_custom_axes():
     assert in_pmap.shape == (8, 3) and np.ptp(in_pmap, axis=0).max() < 1e-6
 
 
-@pytest.mark.parametrize("name", ["injected", "muon", "schedule_free"])
+@pytest.mark.parametrize("name", [slow("injected"), "muon", slow("schedule_free")])
 def test_training_with_optax_wrappers(name):
     module = load("optax_wrappers")
     losses, params, state = module.train(module.CHAINS[name]())

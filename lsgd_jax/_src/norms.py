@@ -9,6 +9,7 @@ Transactions on Mathematical Software 4, 1978.
 
 import jax.numpy as jnp
 from jax import Array
+from jax.lax import optimization_barrier
 
 from lsgd_jax._src.trees import widened
 
@@ -43,9 +44,14 @@ def norm(squares: Array) -> Array:
     """
     _, scale = _limits(squares.dtype)
     large, medium, small = squares
+
+    def beside_a_larger_class(squares):
+        # XLA would square the scale, which overflows, and so lose these numbers.
+        return jnp.square(optimization_barrier(jnp.sqrt(squares) / scale))
+
     # The next smaller class counts, the one below it does not.
-    of_large = jnp.sqrt(large + jnp.square(jnp.sqrt(medium) / scale)) * scale
-    of_medium = jnp.sqrt(medium + jnp.square(jnp.sqrt(small) / scale))
+    of_large = jnp.sqrt(large + beside_a_larger_class(medium)) * scale
+    of_medium = jnp.sqrt(medium + beside_a_larger_class(small))
     of_small = jnp.sqrt(small) / scale
     return jnp.where(large > 0, of_large, jnp.where(medium == 0, of_small, of_medium))
 

@@ -39,17 +39,15 @@ def build(case):
     return optax.chain(base, getattr(lj, name)(**settings))
 
 
-EACH = in_turn(CASES, (8, 1, 2, 4))
-# Of methods that have another oracle, or whose equations their own tests compute by hand.
-MORE = "lsgd_single_leader lsgd_combine_then_adapt easgd_combine_then_adapt".split()
-MORE += "pairwise_constant pairwise_loss downpour local_sgd".split()
-MORE += "allreduce coordinate_median".split()
+# By default those of methods that have no other oracle, and whose equations their own tests
+# do not compute by hand, with a worker on each device, which compiles fastest.
+QUICK = "slowmo diloco sgp_exponential pairwise_clock cge"
+QUICK = [(name, 8) for name in QUICK.split()]
+EACH = QUICK + in_turn([name for name in CASES if (name, 8) not in QUICK], (8, 1, 2, 4))
 
 
 # `test_numbers_do_not_depend_on_the_devices` runs every method on others, too.
-@pytest.mark.parametrize(
-    "name, devices", mostly_slow(EACH, fast=[case for case in EACH if case[0] not in MORE])
-)
+@pytest.mark.parametrize("name, devices", mostly_slow(EACH, fast=QUICK))
 def test_oracle(name, devices):
     case = CASES[name]
     with np.load(FOLDER / f"{name}.npz") as file:
@@ -102,9 +100,9 @@ def noloco(groups, momentum, rate, gamma, period):
 BUILD = {f.__name__: f for f in (grawa, edit, decoupled, sparseloco, noloco)}
 NEW = {n: case for n, case in CASES_2026.items() if case["method"] in (*BUILD, "desloc")}
 ODD = ("sparseloco", "noloco", "desloc")
-# By default one number of workers, for most an odd one, and the harder one of two forms.
-FAST = "sparseloco_2bit-3 noloco-3 desloc_adam-3 lgrawa-2".split()
-FAST += "edit_layer-3 decoupled_rda-3".split()
+# By default an odd number of workers, and the harder one of two forms; the tests of grawa,
+# of DES-LOC and of radial merges compute theirs by hand.
+FAST = "sparseloco_2bit-3 noloco-3 edit_layer-3".split()
 
 
 @pytest.mark.parametrize("name", mostly_slow(NEW, fast=FAST))

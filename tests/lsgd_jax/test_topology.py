@@ -141,7 +141,7 @@ EXPONENTIAL = topology.exponential(8)
     [
         pytest.param(lj.rules.neighbors(EXPONENTIAL), 1, 0, marks=pytest.mark.slow),
         (lj.rules.neighbors(EXPONENTIAL), 3, 2),
-        (lj.rules.butterfly(2), 2, 0),
+        pytest.param(lj.rules.butterfly(2), 2, 0, marks=pytest.mark.slow),
         (lj.sgp(EXPONENTIAL).pulls[0].rule, 3, 0),
         pytest.param(lj.sgp(EXPONENTIAL).pulls[0].rule, 6, 0, marks=pytest.mark.slow),
     ],

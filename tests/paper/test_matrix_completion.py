@@ -84,6 +84,7 @@ def check_published(levels):
         assert (drops < 0.75).all() and drops.std() < 0.05
 
 
+@pytest.mark.slow
 def test_the_published_levels_at_rank_1():
     check_published({1: (30, 1e-7, 0.012)})
 

@@ -34,6 +34,7 @@ def all_hold(outcome):
     return all(claim.holds for claim in outcome.claims)
 
 
+@pytest.mark.slow  # `test_the_command` makes the check
 def test_stationary_points():
     outcome = stationary_points.check(seed=3, landscapes=20)
     assert all_hold(outcome)
@@ -82,6 +83,7 @@ def test_without_a_pull_the_variance_is_that_of_sgd():
     assert abs(heights.mean() - wanted) < 4 * error
 
 
+@pytest.mark.slow  # two other checks fail by default
 def test_constant_steps_have_no_rate(monkeypatch):
     constant = lambda row: noisy_leader.DescentSettings(0.05, 0.5, 3.0, row[0])
     monkeypatch.setattr(noisy_leader, "decreasing", constant)

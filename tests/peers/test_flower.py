@@ -11,7 +11,6 @@ four rounds of both classes (flwr 1.42.0) are compared, too. FedAdam corrects th
 round t as if it were t + 1, hence the schedule.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -72,7 +71,7 @@ FEDADAM = [
 
 def rounds(outer, replies, count):
     """The server's parameters after each round, [rounds, nodes, n]; they start at 0."""
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 2)
     method = lj.diloco(1, outer, weights=(1, 2))
     replies = np.array(replies, np.float32)
     move = lambda x, reply: reply - x

@@ -30,7 +30,7 @@ PARAMS = [
 def test_diloco():
     outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
     tx = optax.chain(optax.sgd(0.1), lj.diloco(3, outer))
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 2)
     params = workers.replicate({"w": jnp.array([2.0, 1.0]), "b": jnp.array(1.0)})
     state = workers.map(tx.init)(params)
 

@@ -28,7 +28,7 @@ def after_warmup(warmup, t):
 
 def averaged(method, start, count):
     """The trees after each of so many steps, leaves [4]."""
-    workers = lj.Workers(2, 2, devices=jax.devices()[:1])
+    workers = lj.Workers(2, 2)
     back = lambda x, start: jax.tree.map(jnp.subtract, start, x)
     return train(method, workers, start, [start] * count, gradient=back)[0]
 

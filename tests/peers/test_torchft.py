@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from harness import mostly_slow
 
 import lsgd_jax as lj
 
@@ -57,11 +58,12 @@ def anchors_of(state):
     return [float(x) for rule in rules for x in jax.tree.leaves(rule.anchor)]
 
 
-@pytest.mark.parametrize("delay, mixing", WEIGHTS)
+# By default at once, and in flight.
+@pytest.mark.parametrize("delay, mixing", mostly_slow(WEIGHTS, fast=[(0, 0.0), (1, 0.5)]))
 def test_streaming_diloco(delay, mixing):
     method = lj.diloco(6, optax.sgd(2.0), mixing, fragments=2, delay=delay)
     tx = optax.chain(optax.sgd(1.0), method)
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 2)
     x = workers.replicate([jnp.float32(1), jnp.float32(1)])
     state = workers.map(tx.init)(x)
 

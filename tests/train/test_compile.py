@@ -40,6 +40,7 @@ def test_an_experiment_is_compiled_on_all_devices(here, capsys, tmp_path):
     assert lines[-1].startswith("at 40 % of the chip's peak") and report["hbm"] > 0
 
 
+@pytest.mark.slow  # `test_aot.py` has reports of sharded workers
 def test_workers_of_several_devices(here, capsys):
     options = "--topology v5e:2x2 --workers.inside fsdp=4 --method diloco --batch-size 8"
     assert compile.main(["digits", *options.split()]) == 0

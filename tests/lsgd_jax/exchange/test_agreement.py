@@ -199,7 +199,7 @@ def test_one_worker_sends_nothing_and_others_send_8_bytes_more():
     for W, more in ((1, 0), (4, 8)):
         sent = []
         for verify in (False, True):
-            tx = lj.diloco(1, verify=verify)
+            tx = lj.local_sgd(1, verify=verify)
             _, state = exchanged(tx, lj.Workers(1, W), start(W))
             sent.append(lj.diagnostics(state)[0].payload)
         assert sent[1] - sent[0] == more

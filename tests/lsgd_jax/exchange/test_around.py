@@ -118,7 +118,7 @@ PROGRAMS = {
 
 
 CASES = [*((name, False) for name in PROGRAMS), ("TrainState", True)]
-QUICK = [("TrainState", True), ("dict of results", False)]
+QUICK = [("TrainState", True)]
 
 
 @pytest.mark.parametrize("name, by_phase", mostly_slow(CASES, fast=QUICK))
@@ -182,9 +182,8 @@ def test_under_pmap_and_vmap():
     close(*found)
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(lj.lsgd, marks=pytest.mark.slow), lj.diloco]
-)
+@pytest.mark.slow  # `test_under_pmap_and_vmap` has a run of two steps
+@pytest.mark.parametrize("method", [lj.lsgd, lj.diloco])
 def test_a_run_under_pmap_continues_from_all_rows_and_not_from_one(method):
     """Between exchanges; saved as arrays of the host."""
     periods = dict(local_period=2, global_period=4) if method is lj.lsgd else {"period": 2}

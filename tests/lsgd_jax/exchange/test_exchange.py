@@ -16,7 +16,7 @@ from lsgd_jax._src.exchange.traffic import Traffic, total
 
 
 def pair():
-    return lj.Workers(1, 2, devices=jax.devices()[:1])
+    return lj.Workers(1, 2)
 
 
 # Offsets, parts and delays
@@ -35,7 +35,7 @@ def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
     losses = rng.uniform(size=(12, 4))
     tx = lj.lsgd(0.25, 0.0, 4, loss_window=1, fragments=len(turns))
     tx = lj.exchange(tx, delay=delay)
-    workers = lj.Workers(1, 4, devices=jax.devices()[:2])
+    workers = lj.Workers(1, 4)
     seen, _ = train(tx, workers, list(start), [list(s) for s in steps], list(losses))
     for part, turn in enumerate(turns):
         x, sent = start[part], None
@@ -71,9 +71,10 @@ def streaming(layers, overlap, alpha, outer):
     return lj.exchange(rest, stacked)
 
 
+@pytest.mark.slow  # `tests/peers/test_torchft.py` has streaming DiLoCo by hand
 @pytest.mark.parametrize(
     "layers, overlap, alpha",
-    [(3, 2, 0.25), pytest.param(36, 2, 0.0, marks=pytest.mark.slow)],  # its own default
+    [(3, 2, 0.25), (36, 2, 0.0)],  # the last is its own default
 )
 def test_streaming_diloco_is_that_of_maxtext(layers, overlap, alpha):
     F, rate, beta = layers + 1, 0.1, 0.9
@@ -172,13 +173,16 @@ def test_a_fragment_that_was_restored_does_not_restore_the_rest():
 # Numbers
 
 
-@pytest.mark.parametrize("strength, reached", [(3.0, [[1], [1]]), (-1.0, [[0], [2]])])
+@pytest.mark.parametrize(
+    "strength, reached",
+    mostly_slow([(3.0, [[1], [1]]), (-1.0, [[0], [2]])], fast=[(3.0, [[1], [1]])]),
+)
 def test_a_scheduled_pull_never_overshoots_its_target(strength, reached):
     tx = lj.exchange(lj.Pull(lj.rules.average(), lambda t: strength * t))
     assert exchanged(tx, pair(), np.array([[0.0], [2.0]]))[0].tolist() == reached
 
 
-@pytest.mark.parametrize("method", [lj.diloco, lj.downpour])
+@pytest.mark.parametrize("method", mostly_slow([lj.diloco, lj.downpour], [lj.diloco]))
 def test_all_workers_hold_the_same_target_in_bfloat16(method):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 500)), jnp.bfloat16)
@@ -195,7 +199,7 @@ def test_push_sum_weights_are_as_exact_as_the_parameters():
     graph = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 0)]])
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(3, 4))
-        workers = lj.Workers(1, 3, devices=jax.devices()[:1])
+        workers = lj.Workers(1, 3)
         got, _ = exchanged(lj.sgp(graph), workers, x, steps=5)
         w, s = np.ones(3), x
         for _ in range(5):
@@ -328,7 +332,10 @@ def test_an_axis_that_is_not_bound_is_named_with_those_that_are():
         jax.jit(step, in_shardings=rows)(x)
 
 
-@pytest.mark.parametrize("method", [lj.diloco(2, axes=()), lj.parle(0.1, axes=())])
+@pytest.mark.parametrize(
+    "method",
+    [lj.diloco(2, axes=()), pytest.param(lj.parle(0.1, axes=()), marks=pytest.mark.slow)],
+)
 def test_a_state_made_outside_of_jit_may_be_donated_with_the_parameters(method):
     """No buffer of the state is one of the parameters, or stands in it twice."""
     o, x = lj.outer(method), {"w": jnp.ones(3)}
@@ -372,7 +379,7 @@ def test_a_narrow_wire_keeps_the_error_of_one_tree():
         return mean, count > 0, state
 
     rule = lj.rules.Rule("local", lambda params: (), agree, keeps=("reference", "error"))
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 2)
     x = workers.put(jnp.ones([2, 3]))
 
     def step(wire):

@@ -38,9 +38,7 @@ def by(value, *workers):
     return move
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(OVERFLOWS, fast=["local_sgd", "diloco", "easgd"])
-)
+@pytest.mark.parametrize("name", mostly_slow(OVERFLOWS, fast=["diloco"]))
 def test_workers_too_huge_to_be_added_up_count_as_not_finite(name):
     """They take the target whole at once, and the others' mean is as without them."""
     seen, state = run(OVERFLOWS[name], [by(3e38, 3, 4), *[by(0.1, 0)] * 4])
@@ -52,7 +50,10 @@ def test_workers_too_huge_to_be_added_up_count_as_not_finite(name):
     assert not np.asarray(dropped).any()
 
 
-@pytest.mark.parametrize("tx", [lj.local_sgd(2, delay=1), lj.diloco(2, delay=1)])
+@pytest.mark.parametrize(
+    "tx",
+    [pytest.param(lj.local_sgd(2, delay=1), marks=pytest.mark.slow), lj.diloco(2, delay=1)],
+)
 def test_behind_a_delayed_message_no_element_takes_a_target_that_overflows(tx):
     """The gradient does not wait for a test of all numbers, so the other elements move."""
     moves = [by(3e38, 3, 4), by(-3e38, 3, 4), *[by(0.0, 0)] * 4]
@@ -70,7 +71,7 @@ def test_float16_takes_no_target_beyond_its_range():
     assert (np.asarray(lj.diagnostics(state)[0].dropped) == 1).all()
 
 
-@pytest.mark.parametrize("merge", ["mean", "radial"])
+@pytest.mark.parametrize("merge", mostly_slow(["mean", "radial"], fast=["radial"]))
 def test_pseudo_gradients_of_any_size_merge(merge):
     """All workers move alike, so that both merges are the move itself."""
     tx = lj.diloco(1, optax.sgd(1.0), merge=merge)

@@ -51,8 +51,8 @@ def around_run(name, run):
     return run.workers.map(init), run.workers.map(step, donate=(0, 1))
 
 
-# By default without x, and with x in a narrow format and in flight.
-@of_each(PULLS, fast=["lsgd", "diloco+int4"])
+# By default two levels; `test_replicas_…` have narrow formats.
+@of_each(PULLS, fast=["lsgd"])
 def test_the_numbers_are_those_of_the_chain(name):
     """Also for a worker that is not finite on one step and is then restored."""
     run = run_of(name, 4, 2, 8)
@@ -168,8 +168,8 @@ ON_REPLICAS = {
 }
 
 
-# By default with and without a narrow format, and both forms.
-QUICK = [("outer", "int8"), ("chain", "easgd")]
+# By default a narrow format.
+QUICK = [("outer", "int8")]
 FACES = [(face, name) for face in ("outer", "chain") for name in ON_REPLICAS]
 
 
@@ -204,7 +204,7 @@ def test_replicas_send_shards_and_only_when_due(name, face):
         assert after[name].sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
-@pytest.mark.parametrize("make", [lj.easgd, lj.lsgd])
+@pytest.mark.parametrize("make", mostly_slow([lj.easgd, lj.lsgd], fast=[lj.easgd]))
 def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
     """The vmap keeps a row of the counters and centers for each replica."""
     o, x = lj.outer(make(wire="int8")), {"w": jnp.arange(6.0).reshape(2, 3)}

@@ -182,7 +182,7 @@ def test_stacked_layers_have_the_fragments_of_separate_layers(name):
 
 LATE = {"delay": 3, "scan_axis": 0}
 TURNS = {
-    "at_once": {"scan_axis": 0},
+    "at_once": {"scan_axis": 0, "fragments": 2},
     "int8": {**LATE, "wire": "int8"},
     "by_path": {**LATE, "scan_axis": {"layers": 0}, "verify": True},
     "guard": {**LATE, "guard": lj.Guard(warmup=2, layerwise=True), "fragments": 2},
@@ -203,7 +203,7 @@ def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name)
     rows = lambda x: draw(size=(2, *x.shape)).astype(np.float32)
     tree = {name: np.zeros([4, *shape]) for name, shape in {"w": (3, 2), "b": (5,)}.items()}
     tree = {"embed": np.zeros(7), "layers": tree}
-    start, *grads = [jax.tree.map(rows, tree) for _ in range(20)]
+    start, *grads = [jax.tree.map(rows, tree) for _ in range(2 * period + 4)]
     grads[7]["layers"]["w"][1, 2] = np.nan
 
     def trained(method):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import close
+from harness import close, mostly_slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange.schedule import Schedule
@@ -163,8 +163,13 @@ def losses_and_rows(steps=14, W=4):
     return draw(size=(W, 3)).astype(np.float32), draw(size=(steps, W, 3)).astype(np.float32)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("form", ["count", "phase"])
+@pytest.mark.parametrize(
+    "form, delay",
+    mostly_slow(
+        [(form, delay) for form in ("count", "phase") for delay in (0, 2)],
+        fast=[("count", 0), ("phase", 2)],
+    ),
+)
 def test_local_sgd_with_a_growing_period_against_numpy(delay, form):
     periods = lj.Periods({0: 3, 5: 4})  # exchanges at 3, 6, 10 and 14
     start, grads = losses_and_rows()

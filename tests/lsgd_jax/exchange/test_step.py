@@ -92,7 +92,10 @@ def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
     # One round of a graph rounds otherwise than a branch, so a narrow message may differ.
     sizes = None if "+" in name else workers.sizes
     of, x, state, *rest = stepping(pulls, workers)
-    usual, quiet, step = of(), of(due=False), functools.cache(lambda p: of(phase=p))
+    usual = of()
+    compiled = lambda **options: of(**options).lower(x, state, *rest).compile()
+    quiet = compiled(due=False)
+    step = functools.cache(lambda phase: compiled(phase=phase))
     expected = (x, state)
     for t in range(1, 9):
         phase = pulls.phase(t, sizes)
@@ -103,11 +106,10 @@ def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
     unsampled = lambda s: (s[0], s[1]._replace(expected=()) if pulls.pulls else s[1])
     found, expected = (x, unsampled(state)), (expected[0], unsampled(expected[1]))
     chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-7)
-    text = quiet.lower(x, state, *rest).compile().as_text()
+    text = quiet.as_text()
     assert exchanges(text) == (0, []) and " conditional(" not in text
     for phase in pulls.phases(sizes):
-        text = step(phase).lower(x, state, *rest).compile().as_text()
-        sent, branches = exchanges(text)
+        sent, branches = exchanges(step(phase).as_text())
         assert bool(sent or branches) == (not phase.is_quiet)
         assert not branches or name not in PULLS
 

@@ -62,7 +62,8 @@ DROPPED = {
     "parle": lj.parle(0.1, 2, outer_learning_rate=nan_at(2, 0.1)),
     "a part": lj.exchange(lj.Pull(lj.rules.average(), nan_at(2, 1.0), every=2, part=["0"])),
 }
-DROPPED_FAST = ["diloco, a rate that divides by 0", "easgd, beta", "pull, lambda", "int8"]
+# By default an anchor, a center and errors of rounding.
+DROPPED_FAST = ["easgd, beta", "int8"]
 
 
 def arrays_of(state):
@@ -99,7 +100,7 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(RATES, fast=["warm-up", "constant"]))
+@pytest.mark.parametrize("name", mostly_slow(RATES, fast=["warm-up"]))
 def test_slowmo_goes_on_where_the_learning_rate_is_0(name):
     """By hand: where η is 0, a moves by the workers' mean move alone."""
     rate = RATES[name]

@@ -1,6 +1,5 @@
 """Anchors and centers: their start, their outer optimizer, and restarts."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -20,7 +19,7 @@ import lsgd_jax as lj
     ],
 )
 def test_a_start_that_is_not_finite_does_not_enter_the_center(method, field):
-    workers = lj.Workers(1, 3, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 3)
     state = workers.map(method.init)(workers.put(jnp.array([[1.0], [jnp.nan], [4.0]])))
     assert getattr(state.pulls[0].rule, field).value.tolist() == [2.5]
 

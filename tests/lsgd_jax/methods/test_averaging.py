@@ -26,7 +26,10 @@ def test_post_local_sgd_switches():
 
 @pytest.mark.parametrize(
     "method",
-    [lambda: lj.local_sgd(1), lambda: lj.sgp(graph.exponential(8))],
+    [
+        lambda: lj.local_sgd(1),
+        pytest.param(lambda: lj.sgp(graph.exponential(8)), marks=pytest.mark.slow),
+    ],
     ids=["local_sgd", "sgp"],
 )
 def test_means_of_bfloat16_are_computed_in_float32(method):

@@ -40,6 +40,7 @@ def test_all_bad_rolls_back_what_is_bad(wire):
     assert optax.tree.get(outers[0], "count").tolist() == [5, 4]
 
 
+@pytest.mark.slow  # the oracle of `edit_layer` has weights by hand
 def test_a_high_temperature_weighs_all_alike():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(6).normal(size=(4, 3, 17))
     alike = lj.Guard(temperature=float("inf"))

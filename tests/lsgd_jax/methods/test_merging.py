@@ -15,7 +15,7 @@ def outer_sgd(**options):
 def merged(tx, gradients):
     """The step of the anchor from 0 that an outer rate of 1 takes: [17], of each worker."""
     start = np.zeros((len(gradients), 17))
-    seen, _ = train_rows(tx, start, np.asarray(gradients)[None], devices=8)
+    seen, _ = train_rows(tx, start, np.asarray(gradients)[None])
     np.testing.assert_array_equal(seen[0], np.tile(seen[0, 0], (len(gradients), 1)))
     return -seen[0, 0]
 
@@ -33,15 +33,19 @@ def test_where_directions_cancel_the_radial_merge_is_the_mean():
     np.testing.assert_allclose(merged(radial, g[:1]), g[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("merge", [pytest.param("mean", marks=pytest.mark.slow), "radial"])
+@pytest.mark.slow  # `test_weights_of_any_size_…` has a worker that is not finite
+@pytest.mark.parametrize("merge", ["mean", "radial"])
 def test_a_worker_that_is_not_finite_does_not_weigh(merge):
     g = np.random.default_rng(8).normal(size=(3, 17))
     sick = np.concatenate([g[:1], np.full((1, 17), np.nan), g[1:]])
     weighed = merged(outer_sgd(merge=merge, weights=(1, 2, 3)), g)
     found = merged(outer_sgd(merge=merge, weights=(1, 9, 2, 3)), sick)
     np.testing.assert_allclose(found, weighed, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_another_number_of_workers_are_refused():
     with pytest.raises(ValueError, match=r"one number per worker \(3\), got 2"):
-        merged(outer_sgd(merge=merge, weights=(1, 2)), g)
+        merged(outer_sgd(weights=(1, 2)), np.ones([3, 17]))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Parle against its two special cases, and its schedules."""
 
 import numpy as np
+import pytest
 from harness import close, make
 
 import lsgd_jax as lj
@@ -36,6 +37,7 @@ def test_parle_without_the_inner_loop_is_elastic_sgd():
     close(np.asarray(lj.center(seen[-1], state)["w"]), center)
 
 
+@pytest.mark.slow  # `tests/train/config/test_methods.py` follows one
 def test_parle_takes_schedules():
     pulls = dict(
         anchor_pull=lj.scoping(0.01, 2, period=2),

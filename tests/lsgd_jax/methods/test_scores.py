@@ -1,6 +1,5 @@
 """Scores by which workers are elected, and the mean of the best."""
 
-import jax
 import numpy as np
 from harness import train
 
@@ -13,7 +12,7 @@ X = np.float32([0, 1, 5, 2])
 def mean(keep, losses):
     """The workers' x after a whole pull to the mean of those of the lowest losses."""
     rule = lj.rules.leader(("node", "local"), keep=keep)
-    workers = lj.Workers(1, 4, devices=jax.devices()[:1])
+    workers = lj.Workers(1, 4)
     seen, _ = train(
         lj.exchange(lj.Pull(rule, 1.0)), workers, X, [np.zeros(4, np.float32)], [losses]
     )
@@ -23,4 +22,4 @@ def mean(keep, losses):
 def test_the_mean_of_the_best():
     assert mean(2, [3, 1, 4, 2]) == [1.5] * 4  # workers 1 and 3
     assert mean(1, [1, 1, 4, 2]) == [0] * 4  # ties go to the lowest index
-    assert mean(9, [1, 1, 1, np.nan]) == [2] * 4  # all that are finite
+    assert mean(2, [np.nan, 1, np.nan, np.nan]) == [1] * 4  # all that are finite

@@ -21,7 +21,7 @@ def run(tx):
     start = rng.normal(size=(8, 3)).astype(np.float32)
     grads = rng.normal(size=(STEPS, 8, 3)).astype(np.float32)
     losses = rng.uniform(size=(STEPS, 8)).astype(np.float32)
-    workers = lj.Workers(NODES, LOCALS, devices=jax.devices()[:2])
+    workers = lj.Workers(NODES, LOCALS)
     seen, _ = harness.train(tx, workers, start, grads, losses)
     return start, grads, losses, seen
 
@@ -65,7 +65,7 @@ def one_group(name, W):
 
 
 EACH = [(n, axes) for n in GROUPED for axes in ("local", "node")]
-EACH = [(*both, devices) for both, devices in in_turn(EACH, (2, 8, 1))]
+EACH = [(*both, devices) for both, devices in in_turn(EACH, (8, 2, 1))]
 
 
 # By default a method with a center, inside the nodes.

@@ -15,8 +15,8 @@ from lsgd_jax._src.wire.packing import PACKED_BELOW
 BOTH = ("node", "local")
 
 
-# By default several devices, of which each has several workers.
-@pytest.fixture(params=mostly_slow([8, 4, 2, 1], fast=[2]), ids=lambda d: f"{d} devices")
+# By default an axis lies across devices in part.
+@pytest.fixture(params=mostly_slow([8, 4, 2, 1], fast=[4]), ids=lambda d: f"{d} devices")
 def workers(request):
     return lj.Workers(2, 4, devices=jax.devices()[: request.param])
 
@@ -128,7 +128,7 @@ def sources_of(permutation, size):
     return sources
 
 
-@pytest.mark.parametrize("kind", PERMUTATIONS)
+@pytest.mark.parametrize("kind", mostly_slow(PERMUTATIONS, fast=["hop", "partial"]))
 def test_permute(workers, tree, kind):
     def f(group, t):
         permutation = PERMUTATIONS[kind](group.size)

@@ -26,8 +26,14 @@ RULES = {"source": lj.rules.leader(("node", "local")), "mean": lj.rules.average(
 
 def there_and_back(x, wire, seed=None):
     key = None if seed is None else jax.random.key(seed)
+    return np.asarray(decoded(x, key, wire))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def decoded(x, key, wire):
+    """x as it arrives, by one program; to compile one for each operation takes longer."""
     codec = codec_of(x, wire)
-    return np.asarray(codec.decode(codec.encode(x, key)))
+    return codec.decode(codec.encode(x, key))
 
 
 def codec_of(x, wire):
@@ -57,7 +63,8 @@ def test_the_error_of_a_draw_is_at_most_a_quantum_and_draws_repeat(format):
     x *= np.geomspace(1e-3, 1e3, x.size).reshape(x.shape)
     wire = lj.Wire(format, "stochastic", block=64)
     q, again, other = (there_and_back(x, wire, seed) for seed in (0, 0, 1))
-    _, [early] = codec_of(x, wire).round_buffers([x], jax.random.key(0))
+    rounded = jax.jit(lambda x, key: codec_of(x, wire).round_buffers([x], key))
+    _, [early] = rounded(x, jax.random.key(0))
     np.testing.assert_array_equal(q, early)
     bound = quantum(x.ravel(), wire).reshape(x.shape)
     assert (np.abs(q - x) <= bound * (1 + 1e-5)).all()
@@ -68,14 +75,14 @@ def test_the_error_of_a_draw_is_at_most_a_quantum_and_draws_repeat(format):
 
 def test_integers_by_hand():
     x = jnp.array([0.6, -1.0, 0.1, 0.0, 4.0])
-    (coded,) = codec_of(x, lj.Wire("int8", block=4)).encode(x)
+    (coded,) = jax.jit(codec_of(x, lj.Wire("int8", block=4)).encode)(x)
     assert coded.codes.tolist() == [76, -127, 13, 0, 127]
     np.testing.assert_allclose(coded.scales, [1 / 127, 4 / 127], rtol=1e-7)
     codec = codec_of(x, lj.Wire("int4", block=4))
-    (coded,) = codec.encode(x)
+    (coded,) = jax.jit(codec.encode)(x)
     # Codes 4, -7, 1, 0, 7: the last two stand in the upper halves of the first two bytes.
     assert coded.codes.tolist() == [4 | 0 << 4, (-7 & 15) | 7 << 4, 1]
-    back = codec.decode([coded]) / np.repeat(coded.scales, 4)[:5]
+    back = jax.jit(codec.decode)([coded]) / np.repeat(coded.scales, 4)[:5]
     np.testing.assert_allclose(back, [4, -7, 1, 0, 7], rtol=1e-6)
 
 
@@ -94,7 +101,7 @@ def test_stochastic_rounding_has_no_bias(format):
     assert (np.abs(mean - x) <= 5 * deviation + 1e-6).all()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", fast_formats)
 def test_zeros_stay_and_non_finite_values_count_as_zero(format):
     wire = lj.Wire(format, block=4)
     zeros = jnp.zeros(6)
@@ -207,7 +214,8 @@ FIRST = [(r, w, b) for r in ("source", "mean") for w in FORMATS for b in BEGINS]
 
 
 @pytest.mark.parametrize(
-    "method, format, begin", mostly_slow(FIRST, fast=[x for x in FIRST if x[1] == "int4"])
+    "method, format, begin",
+    mostly_slow(FIRST, fast=[x for x in FIRST if x[:2] == ("mean", "int4")]),
 )
 def test_the_first_exchange_rounds_differences_and_not_values(method, format, begin):
     """All huge: an element of every worker; one huge: an element of the first worker."""
@@ -340,9 +348,7 @@ def test_gossip_conserves_the_sum_in_spite_of_rounding(name):
 
 @pytest.mark.parametrize(
     "inside, small",
-    mostly_slow(
-        [({}, 10**6), ({}, 0), ({"fsdp": 2}, 0)], fast=[({}, 10**6), ({"fsdp": 2}, 0)]
-    ),
+    mostly_slow([({}, 10**6), ({}, 0), ({"fsdp": 2}, 0)], fast=[({"fsdp": 2}, 0)]),
 )
 def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeypatch):
     """Over many exchanges of EASGD: Σ Q(v + e) + e = Σ v, by a gather and by shares."""
@@ -371,12 +377,12 @@ def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeyp
 # Where references and errors are kept
 
 
-@pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "method, across",
     mostly_slow(
         [("source", None), ("mean", None), ("mean", "node")],
-        fast=[("source", None), ("mean", "node")],
+        fast=[("mean", "node")],
     ),
 )
 def test_targets_are_bit_identical_on_all_workers(method, across, devices):

@@ -22,7 +22,15 @@ def on(grid):
     return lj.Workers(nodes, locals, devices=jax.devices()[:devices])
 
 
-@pytest.fixture(params=LAYOUTS, ids=str, scope="module")
+# By default an axis across devices in part, with vmapped workers on each.
+@pytest.fixture(
+    params=[
+        pytest.param(layout, marks=[] if layout == (4, 2, 2) else pytest.mark.slow)
+        for layout in LAYOUTS
+    ],
+    ids=str,
+    scope="module",
+)
 def workers(request):
     return on(request.param)
 

@@ -14,7 +14,6 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 from landscapes import QUICK, SMALL, but, contents, draw
-from toys import slow
 
 from paper.landscape import loss, trajectory
 from paper.landscape.cli import LandscapeOptions
@@ -148,12 +147,13 @@ def test_pulls_on_the_trajectory(saved):
 FROM_THE_START = "and the start of training, along random direction 0"
 
 
+@pytest.mark.slow  # the landscape `drawn` has a method with leaders
 @pytest.mark.parametrize(
     "method, count, through, marks",
     [
         (methods.make("easgd", period=2), 3, "worker 2, the center and worker 0 (best)", 3),
-        slow(methods.make("allreduce"), 3, f"worker 2 {FROM_THE_START}", 3),
-        slow(methods.make("independent"), 1, f"worker 0 {FROM_THE_START}", 2),
+        (methods.make("allreduce"), 3, f"worker 2 {FROM_THE_START}", 3),
+        (methods.make("independent"), 1, f"worker 0 {FROM_THE_START}", 2),
     ],
 )
 def test_methods_without_leaders(method, count, through, marks):

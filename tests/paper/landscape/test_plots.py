@@ -15,8 +15,8 @@ from paper.landscape.compute import Mark
     "values, path",
     [
         slow(np.full((3, 3), np.nan), []),
-        (np.full((3, 3), np.inf), [[0, 0, 0]] * 3),
-        (np.zeros((3, 3)), [[np.nan] * 3] * 2),
+        slow(np.full((3, 3), np.inf), [[0, 0, 0]] * 3),
+        slow(np.zeros((3, 3)), [[np.nan] * 3] * 2),
         slow(np.full((3, 3), 2.5), [[1e20, 1, 1e20], [0, 0, 0]]),
         (
             np.array([[1, np.inf, 3], [1e25, 5, np.nan], [0, 1e-30, 9]]),

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
+from harness import mostly_slow
 
 from configs.cifar10_cnn7 import CONFIG as CIFAR10
 from configs.digits import CONFIG
@@ -105,16 +106,19 @@ def test_one_of_several_processes_exits_at_once(monkeypatch, capsys, error, stat
     assert f"error: {line}" in capsys.readouterr().err
 
 
+ENDS = [
+    (ValueError("UNKNOWN: Gloo failed"), RESUME, "error: another process was lost "),
+    (ValueError("`x` must be 1"), WRONG_USAGE, "error: `x` must be 1\n"),
+    (ZeroDivisionError("x"), CRASHED, "error: this process crashed "),
+]
+COMPARES = [(compare, "open_run", *end) for end in ENDS]
+PLANS = [(plan, "measure", *end) for end in ENDS]
+
+
+# By default every end of the shorter command.
 @pytest.mark.parametrize(
-    "error, status, line",
-    [
-        (ValueError("UNKNOWN: Gloo failed"), RESUME, "error: another process was lost "),
-        (ValueError("`x` must be 1"), WRONG_USAGE, "error: `x` must be 1\n"),
-        (ZeroDivisionError("x"), CRASHED, "error: this process crashed "),
-    ],
-)
-@pytest.mark.parametrize(
-    "command, works", [(compare, "open_run"), (plan, "measure")], ids=["compare", "plan"]
+    "command, works, error, status, line",
+    mostly_slow(COMPARES + PLANS, fast=[COMPARES[0], *PLANS]),
 )
 def test_a_command_ends_the_others_as_a_run_does(
     command, works, error, status, line, one_of_two, tmp_path, capsys, monkeypatch

@@ -22,7 +22,10 @@ SMALL = (
 @pytest.mark.parametrize(
     "method",
     [
-        "diloco --method.period 4 --method.fragments 2 --method.delay 1 --method.wire int8",
+        slow(
+            "diloco --method.period 4 --method.fragments 2 --method.delay 1 "
+            "--method.wire int8"
+        ),
         "local-sgd --method.period 1,2:3 --method.after 1",
         slow("post-local-sgd --method.period 3 --method.switch-step 4"),
     ],

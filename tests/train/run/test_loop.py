@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from harness import close, exchanges
+from toys import slow
 
 import lsgd_jax as lj
 from train.config import WorkersConfig, methods
@@ -140,7 +141,7 @@ def signaled(run, step, number=signal.SIGINT):
     return change
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     number, finished, opened, trained, traces, capsys
 ):
@@ -167,7 +168,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     assert seconds == sorted(seconds)
 
 
-@pytest.mark.parametrize("step, number", [(6, signal.SIGTERM), (12, signal.SIGINT)])
+@pytest.mark.parametrize("step, number", [slow(6, signal.SIGTERM), (12, signal.SIGINT)])
 def test_a_test_is_left_at_once_and_made_up_for(
     step, number, finished, opened, monkeypatch, capsys
 ):
@@ -351,7 +352,8 @@ def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
 
 
 @pytest.mark.parametrize(
-    "last, worker, good", [(89.0, 88.0, False), (15.0, 15.0, True), (89.0, 5.0, True)]
+    "last, worker, good",
+    [(89.0, 88.0, False), slow(15.0, 15.0, True), (89.0, 5.0, True)],
 )
 def test_a_run_that_ends_far_above_its_best_has_diverged(
     last, worker, good, opened, monkeypatch, capsys

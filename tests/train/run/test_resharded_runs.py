@@ -69,6 +69,7 @@ def test_a_run_resumes_with_other_workers_and_then_with_these(folder, capsys):
     drawing.plt.close(leaders)
 
 
+@pytest.mark.slow  # `test_checkpoints.py` falls back on the same grid
 def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, capsys):
     recent = np.array(latest_notes(folder / "checkpoints")["recent_losses"])
     config = dataclasses.replace(SMALL, workers=WorkersConfig(1, 2), steps=8)

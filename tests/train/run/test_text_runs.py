@@ -116,18 +116,23 @@ def test_a_test_is_the_mean_over_the_validation_text(finished):
     assert tested["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_resuming_is_exact_and_requires_the_same_text(finished, small, file, tmp_path):
+@pytest.mark.slow  # `test_loop.py` resumes on other data
+def test_resuming_is_exact(finished, small, tmp_path):
     config = dataclasses.replace(small, run_dir=str(tmp_path / "run"))
     stopped = open_run(config)
     stopped.config = dataclasses.replace(config, steps=30)
     train(stopped)
-    again = dataclasses.replace(config, resume=True)
-    run = open_run(again)
+    run = open_run(dataclasses.replace(config, resume=True))
     assert run.step == 30
     assert train(run).tested == finished[1].tested
     tiny.assert_equal_to_the_bit(run.state, finished[0].state)
-    kept = (tmp_path / "run" / "vocabulary.json").read_text()
-    # Another text of the same length and characters is refused; the file may move.
+
+
+def test_a_run_on_another_text_of_the_same_characters_is_refused(finished, small, tmp_path):
+    """And the file may move."""
+    folder = finished[1].folder
+    again = dataclasses.replace(small, run_dir=str(folder), resume=True)
+    kept = (folder / "vocabulary.json").read_text()
     other, moved = tmp_path / "other", tmp_path / "moved"
     other.write_text(TEXT[::-1])
     moved.write_text(TEXT)
@@ -136,8 +141,8 @@ def test_resuming_is_exact_and_requires_the_same_text(finished, small, file, tmp
     )
     with pytest.raises(ValueError, match="is a run on other data"):
         open_run(at(other))
-    check_same_experiment(at(moved), tmp_path / "run")
-    assert (tmp_path / "run" / "vocabulary.json").read_text() == kept
+    check_same_experiment(at(moved), folder)
+    assert (folder / "vocabulary.json").read_text() == kept
 
 
 @pytest.mark.parametrize(

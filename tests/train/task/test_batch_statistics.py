@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from toys import slow
 
 import lsgd_jax as lj
 from train.config import methods
@@ -101,7 +102,7 @@ def test_reestimation_uses_the_tested_parameters_and_changes_no_worker(trained):
     "method, due",
     [
         (methods.make("lsgd", local_period=2, global_period=3), {2, 3, 4, 6}),
-        (methods.make("post-local-sgd", switch_step=2, period=4), {1, 2, 4}),
+        slow(methods.make("post-local-sgd", switch_step=2, period=4), {1, 2, 4}),
         (methods.make("independent"), set()),
     ],
     ids=["lsgd", "post-local-sgd", "independent"],

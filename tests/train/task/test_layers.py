@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from toys import slow
 
 from train.task import layers
 from train.task.layers import BatchNorm
@@ -101,8 +102,8 @@ def plainly(x, kernel):
     ("images", "kernel", "dtype"),
     [
         ((3, 7, 6, 2), (3, 2, 2, 5), "float32"),
-        ((1, 4, 4, 3), (4, 4, 3, 2), "float32"),  # one pixel is left
-        ((2, 5, 5, 1), (1, 1, 1, 4), "float32"),
+        slow((1, 4, 4, 3), (4, 4, 3, 2), "float32"),  # one pixel is left
+        slow((2, 5, 5, 1), (1, 1, 1, 4), "float32"),
         ((2, 6, 6, 3), (3, 3, 3, 2), "bfloat16"),
     ],
 )

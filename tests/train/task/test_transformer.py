@@ -1,5 +1,7 @@
 """The transformers: size, causality, padding, positions, types."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ from train.data.translation import END, PAD
 from train.task.transformer import EncoderDecoder, Transformer, rotated
 
 
+@functools.cache
 def built(**options):
-    small = dict(vocabulary=5, context=8, layers=2, heads=2, width=16) | options
+    small = dict(vocabulary=5, context=8, layers=1, heads=2, width=16) | options
     model = Transformer(**small)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 5)
     return model, jax.jit(model.init)(jax.random.key(0), tokens), tokens
@@ -56,8 +59,10 @@ def test_rotated_products_depend_only_on_the_distance():
 
 
 def test_bfloat16_applies_to_activations_only():
-    model, variables, tokens = built(dtype="bfloat16")
-    exact, _, _ = built()
+    exact, variables, tokens = built()
+    model = exact.clone(dtype="bfloat16")
+    kept = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype("float32")}
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
     logits, expected = (jax.jit(m.apply)(variables, tokens) for m in (model, exact))
     assert logits.dtype == jnp.float32
@@ -65,27 +70,27 @@ def test_bfloat16_applies_to_activations_only():
     assert 0 < difference < 0.03 * np.abs(expected).max()
 
 
-@pytest.fixture(scope="module")
-def translation():
+@functools.cache
+def translating(positions="rotary"):
     """A network, its variables, sentences of 6 and 4 tokens, and the logits."""
-    model = EncoderDecoder(vocabulary=9, context=8, layers=1, heads=2, width=16)
+    model = EncoderDecoder(9, 8, layers=1, heads=2, width=16, positions=positions)
     source = np.array([[3, 4, 5, 6, 7, END], [8, 7, 3, END, PAD, PAD]])
     target = np.array([[5, 5, 6, END, PAD, PAD], [3, 8, 8, 4, 7, END]])
     variables = jax.jit(model.init)(jax.random.key(0), source, target)
     apply = jax.jit(lambda *pair: model.apply(variables, *pair))
-    return apply, variables, source, target, apply(source, target)
+    return model, apply, variables, source, target, apply(source, target)
 
 
-def test_parameters_of_an_encoder_and_a_decoder(translation):
-    _, variables, *_ = translation
+def test_parameters_of_an_encoder_and_a_decoder():
+    _, _, variables, *_ = translating()
     # 12 width² and two norms per block, 16 and three with attention to the source; an
     # embedding that all share, and two last norms.
     expected = (12 * 16**2 + 2 * 16) + (16 * 16**2 + 3 * 16) + 9 * 16 + 2 * 16
     assert sum(x.size for x in jax.tree.leaves(variables)) == expected
 
 
-def test_a_token_depends_on_the_source_and_on_earlier_tokens(translation):
-    apply, _, source, target, logits = translation
+def test_a_token_depends_on_the_source_and_on_earlier_tokens():
+    _, apply, _, source, target, logits = translating()
     other = target.copy()
     other[:, 2] = 7
     changed = np.abs(apply(source, other) - logits).max(axis=2)
@@ -96,8 +101,8 @@ def test_a_token_depends_on_the_source_and_on_earlier_tokens(translation):
         assert (np.abs(apply(other, target) - logits).max(axis=2) > 1e-5).all()
 
 
-def test_padding_changes_no_logits(translation):
-    apply, _, source, target, logits = translation
+def test_padding_changes_no_logits():
+    _, apply, _, source, target, logits = translating()
     more = (np.pad(x, ((0, 0), (0, 2)), constant_values=PAD) for x in (source, target))
     np.testing.assert_allclose(apply(*more)[:, :6], logits, atol=1e-5)
     alone = apply(source[1:, :4], target[1:])
@@ -107,12 +112,9 @@ def test_padding_changes_no_logits(translation):
 @pytest.mark.parametrize(
     "positions", ["rotary", pytest.param("learned", marks=pytest.mark.slow)]
 )
-def test_one_token_after_the_other_gives_the_same_logits(translation, positions):
+def test_one_token_after_the_other_gives_the_same_logits(positions):
     """With keys and values of earlier tokens in a cache."""
-    _, _, source, target, _ = translation
-    model = EncoderDecoder(9, 8, layers=1, heads=2, width=16, positions=positions)
-    variables = jax.jit(model.init)(jax.random.key(0), source, target)
-    logits = jax.jit(model.apply)(variables, source, target)
+    model, _, variables, source, target, logits = translating(positions)
 
     @jax.jit
     def step(cache, last, at):

@@ -118,8 +118,8 @@ METHODS = {
 }
 
 
-# By default snapshots, mass and fragments.
-QUICK = ["async lsgd", "async osgp", "decoupled diloco"]
+# By default snapshots and fragments; `test_osgp.py` has the mass of rounded messages.
+QUICK = ["async lsgd", "decoupled diloco"]
 
 
 @pytest.mark.parametrize("format", ["int8", slow("int4")])

@@ -70,7 +70,8 @@ def test_islands_compute_the_same_and_stay_sharded(name):
         check_shards(worker.method.state())
 
 
-@pytest.mark.parametrize("name", ["lsgd", toys.slow("pulls-int8")])
+@pytest.mark.slow  # `test_islands_compute_the_same_and_stay_sharded` has equal ones
+@pytest.mark.parametrize("name", ["lsgd", "pulls-int8"])
 def test_islands_of_several_sizes_on_their_own_devices_train_together(name):
     """Placed by jax itself; worker 3 is on one device."""
     task = toys.training()

@@ -22,7 +22,7 @@ UNITS = json.loads(ORACLES.read_text())["units"]
 OUTER = dict(learning_rate=0.5, momentum=0.6)
 
 
-@pytest.mark.parametrize("W, merge", [(1, "mean"), (4, "radial")])
+@pytest.mark.parametrize("W, merge", [toys.slow(1, "mean"), (4, "radial")])
 def test_equally_fast_and_with_a_quorum_of_all_it_is_streaming_diloco(W, merge):
     """Sent after steps 2, 4, 6, …, taken over a step later."""
     rule = lj.rules.anchored(optax.sgd(**OUTER, nesterov=True), merge=merge)
@@ -153,7 +153,7 @@ def test_all_workers_take_every_turn_from_one_worker(wire):
     assert max(worker.report.longest for worker in found) == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize("failed", [toys.slow(0), 1])
 def test_turns_go_on_while_a_worker_is_lost(failed):
     """The timeout is so long that no turn may wait for it."""
     taken = {}

@@ -59,7 +59,8 @@ def test_momentum_is_renewed_with_the_mean_of_the_last_n():
     assert path == [-1.0, -1.0 - 3.5, -5.5, -5.5 - (4 + 4.5) / 2]
 
 
-@pytest.mark.parametrize("momentum, stable", [(None, True), toys.slow(0.9, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("momentum, stable", [(None, True), (0.9, False)])
 def test_the_default_momentum_is_stable_where_local_steps_are_few(momentum, stable):
     """Parabolas of many curvatures, inner SGD with a momentum of 0.9 and 16 local steps."""
     curvatures = jnp.geomspace(1e-3, 1.0, 32)

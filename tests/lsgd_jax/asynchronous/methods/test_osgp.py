@@ -20,9 +20,9 @@ TURNS = graph.from_edges([[(0, 1), (0, 2), (2, 3)], [(1, 0), (3, 2), (3, 1)]])
 @pytest.mark.parametrize(
     "method, in_lock_step, workers, latency",
     [
-        (OSGP(), lj.osgp(), 4, 0),
+        toys.slow(OSGP(), lj.osgp(), 4, 0),
         toys.slow(OSGP(graph.ring), lj.dpsgd(graph.ring), 3, 0),
-        (OSGP(STAR), lj.dpsgd(STAR), 4, 0.4),
+        toys.slow(OSGP(STAR), lj.dpsgd(STAR), 4, 0.4),
         toys.slow(OSGP(DIRECTED), lj.osgp(DIRECTED), 4, 0),
         toys.slow(OSGP(TURNS), lj.osgp(TURNS), 4, 0),
         # Messages of 1.5 steps land one step later.
@@ -54,7 +54,7 @@ def test_messages_travel_beside_the_steps():
 @pytest.mark.parametrize(
     "topology, staleness, wire",
     [
-        (graph.exponential, 1, "float32"),
+        toys.slow(graph.exponential, 1, "float32"),
         (DIRECTED, 3, "int8"),
         toys.slow(graph.exponential, 1, "int8"),
         toys.slow(DIRECTED, 3, "float32"),

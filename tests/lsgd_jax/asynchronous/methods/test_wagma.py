@@ -55,14 +55,9 @@ def test_the_mean_of_all_waits_for_a_slow_worker_until_the_timeout():
     assert sum(worker.count for worker in found) == 80 and found[1].count > 1
 
 
+@pytest.mark.slow  # `test_contents.py` has small steps of the other methods
 @pytest.mark.parametrize(
-    "format, seconds",
-    [
-        ("int4", [1, 5, 1, 5]),
-        toys.slow("int8", [1, 1.01, 1.02, 3]),
-        toys.slow("int8", [1, 5, 1, 5]),
-        toys.slow("int4", [1, 1.01, 1.02, 3]),
-    ],
+    "format, seconds", [("int4", [1, 5, 1, 5]), ("int8", [1, 1.01, 1.02, 3])]
 )
 def test_small_steps_are_not_lost_to_rounding_at_unequal_speeds(format, seconds):
     """One parameter moves 64 times as fast as all others of its block."""

@@ -202,7 +202,7 @@ def test_the_coordinator_serves_one_after_the_other():
     "method, back",
     [
         (LSGD, 1.0),
-        (BUDGET, 1.017),
+        slow(BUDGET, 1.017),
         slow(LSGD, 1.04),
         slow(BUDGET, 1.0154),
         slow(MEANS, 1.0),
