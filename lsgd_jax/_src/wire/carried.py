@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, dtypes, lax
+from jax import Array, lax
 
 from lsgd_jax._src.layouts import may_be_sharded
 from lsgd_jax._src.trees import Tree
@@ -57,7 +57,7 @@ def _place(platform: str, i: int, leaf: Array, leading: int, adds: bool) -> Hash
     by_itself = i
     by_dtype = leaf.dtype
     is_large = math.prod(leaf.shape[leading:]) > PACKED_BELOW
-    if dtypes.issubdtype(leaf.dtype, dtypes.extended):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return by_itself
     if may_be_sharded():
         return by_itself if leaf.ndim > leading else by_dtype
@@ -71,8 +71,8 @@ def _place(platform: str, i: int, leaf: Array, leading: int, adds: bool) -> Hash
 class Joint:
     """Leaves of a tree side by side in flat arrays.
 
-    Leaves of one dtype stay as they are. Those of several dtypes become words of 32 bits,
-    each from the start of a word on.
+    Leaves of one dtype stay as they are. Those of several dtypes become unsigned integers
+    as wide as the narrowest of them, so that no bits are added.
 
     Args:
       tree: arrays.
@@ -82,9 +82,9 @@ class Joint:
     >>> tree = {"codes": jnp.arange(3, dtype=jnp.int8), "scale": jnp.ones([1])}
     >>> joint = Joint(tree, [0, 0])
     >>> joint.arrays(tree)
-    [Array([     131328, 1065353216], dtype=uint32)]
-    >>> joint.tree(joint.arrays(tree))["codes"]
-    Array([0, 1, 2], dtype=int8)
+    [Array([  0,   1,   2,   0,   0, 128,  63], dtype=uint8)]
+    >>> joint.tree(joint.arrays(tree))["scale"]
+    Array([1.], dtype=float32)
     """
 
     def __init__(self, tree: Tree, places: Sequence[Hashable], leading: int = 0):
@@ -105,9 +105,8 @@ class Joint:
             if len(own) == 1:
                 arrays += own
                 continue
-            runs = [x.reshape(*x.shape[: self._leading], -1) for x in own]
-            if not self._is_of_one_dtype(members):
-                runs = list(map(words, runs))
+            unit = self._unit(members)
+            runs = [bits(x.reshape(*x.shape[: self._leading], -1), unit) for x in own]
             arrays.append(jnp.concatenate(runs, axis=-1))
         return arrays
 
@@ -118,54 +117,54 @@ class Joint:
             if len(members) == 1:
                 leaves[members[0]] = array
                 continue
-            are_words = not self._is_of_one_dtype(members)
+            unit = self._unit(members)
             start = 0
             for i in members:
                 like = self._like[i]
                 shape = like.shape[self._leading :]
-                size = math.prod(shape)
-                end = start + (words_of(size, like.dtype) if are_words else size)
+                end = start + math.prod(shape) * units(like.dtype, unit)
                 run = lax.slice_in_dim(array, start, end, axis=-1)
-                if are_words:
-                    run = elements(run, size, like.dtype)
-                leaves[i] = run.reshape(*array.shape[:-1], *shape)
+                leaves[i] = elements(run, unit, like.dtype).reshape(
+                    *array.shape[:-1], *shape
+                )
                 start = end
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def _is_of_one_dtype(self, members: Sequence[int]) -> bool:
-        return len({self._like[i].dtype for i in members}) == 1
+    def _unit(self, members: Sequence[int]) -> Any:
+        """The dtype of an array of these leaves."""
+        dtypes = {self._like[i].dtype for i in members}
+        if len(dtypes) == 1:
+            return dtypes.pop()
+        narrowest = min(dtype.itemsize for dtype in dtypes)
+        return np.dtype(f"uint{8 * narrowest}")
 
 
-def words_of(size: int, dtype: Any) -> int:
-    """The number of 32-bit words of so many elements.
+def units(dtype: Any, unit: Any) -> int:
+    """The number of units in an element.
 
-    >>> words_of(5, jnp.int8), words_of(5, jnp.float32)
-    (2, 5)
+    >>> units(np.dtype("float32"), np.dtype("uint8"))
+    4
     """
-    return -(-size * np.dtype(dtype).itemsize // 4)
+    return dtype.itemsize // unit.itemsize
 
 
-def words(x: Array) -> Array:
-    """The bits of an array [..., n] in words of 32 bits, uint32 [..., m]."""
+def bits(x: Array, unit: Any) -> Array:
+    """The bits of an array [..., n] as an array [..., m] of units."""
+    if x.dtype == unit:
+        return x
     if x.dtype == jnp.bool:
-        x = x.astype(jnp.uint8)
-    per_word = 4 // x.dtype.itemsize  # 0 for elements of 64 bits
-    if per_word > 1:
-        missing = -x.shape[-1] % per_word
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-        x = x.reshape(*x.shape[:-1], -1, per_word)
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return bits if per_word else bits.reshape(*bits.shape[:-2], -1)
+        return x.astype(unit)
+    found = lax.bitcast_convert_type(x, unit)
+    return found.reshape(*x.shape[:-1], -1)
 
 
-def elements(bits: Array, size: int, dtype: Any) -> Array:
-    """The inverse of `words`: n = size elements of a dtype."""
-    dtype = np.dtype(dtype)
-    stored = np.dtype(np.uint8) if dtype == np.bool_ else dtype
-    if stored.itemsize == 8:
-        bits = bits.reshape(*bits.shape[:-1], -1, 2)
-    x = lax.bitcast_convert_type(bits, stored)
-    if stored.itemsize < 4:
-        x = x.reshape(*bits.shape[:-1], -1)
-        x = lax.slice_in_dim(x, 0, size, axis=-1)
-    return x.astype(dtype)
+def elements(bits: Array, unit: Any, dtype: Any) -> Array:
+    """The inverse of `bits`, an array [..., n] of a dtype."""
+    if dtype == unit:
+        return bits
+    if dtype == jnp.bool:
+        return bits.astype(dtype)
+    per_element = units(dtype, unit)
+    if per_element > 1:
+        bits = bits.reshape(*bits.shape[:-1], -1, per_element)
+    return lax.bitcast_convert_type(bits, dtype)
