@@ -118,7 +118,8 @@ def aggregate(
         g, own, traffic, excluded = cond(
             due, communicate, keep, updates, state.own, state.traffic
         )
-        last, expected = jnp.int32(0), state.expected
+        last = jnp.int32(0)
+        expected = state.expected
         if params is not None:
             known = jnp.isfinite(expected).all()
             last = jnp.where(known, 1 - misplaced(expected, params), 0)

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.layouts import axes_by_dimension, known_axes, shard_by_shard
-from lsgd_jax._src.shared import REPAIR, Shared
+from lsgd_jax._src.shared import REPAIR, Shared, is_shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.collectives import MeshChannel
 from lsgd_jax._src.wire.fingerprints import (
@@ -54,8 +54,9 @@ class Fingerprints(NamedTuple):
 
     def __lsgd_resized__(self) -> "Fingerprints":
         """For `resize`: the last target was that of other workers."""
-        nothing = lambda x: jax.tree.map(jnp.zeros_like, x)
-        return self._replace(target=nothing(self.target), differs=nothing(self.differs))
+        return self._replace(
+            target=jnp.zeros_like(self.target), differs=jnp.zeros_like(self.differs)
+        )
 
     def after(self, z: Tree, found: Array) -> "Fingerprints":
         """Returns the state after an exchange with the target z, equal in the group."""
@@ -205,13 +206,17 @@ class Promised(NamedTuple):
 
 def names(state: Any) -> tuple[str, ...]:
     """Returns the names of the leaves that are compared: paths, and 'target' at the end."""
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+
+    def name(path: Sequence[Any]) -> str:
+        keys = tuple(key for key in path if str(key) not in (".value", ".reference"))
+        _, _, rest = jax.tree_util.keystr(keys, simple=True, separator="/").partition("/")
+        return rest
+
     held = _promised(state)._replace(target=None)
-    paths = [
-        name(tuple(key for key in path if str(key) not in (".value", ".reference")))
-        for path, _ in jax.tree_util.tree_leaves_with_path(held)
-    ]
-    return (*(path.partition("/")[2] for path in paths), "target")
+    return (
+        *(name(path) for path, _ in jax.tree_util.tree_leaves_with_path(held)),
+        "target",
+    )
 
 
 def _promised(state: Any) -> Promised:
@@ -221,11 +226,14 @@ def _promised(state: Any) -> Promised:
 
 
 def _with_promised(state: Any, held: Promised) -> Any:
-    is_kept = lambda node: isinstance(node, Shared | optax.MaskedNode)
-    pick = lambda mine, own: own if isinstance(mine, optax.MaskedNode) else mine
-    is_own = lambda node: isinstance(node, Shared)
+    def is_kept(node: Any) -> bool:
+        return isinstance(node, Shared | optax.MaskedNode)
+
+    def pick(mine: Any, own: Any) -> Any:
+        return own if isinstance(mine, optax.MaskedNode) else mine
+
     mine = jax.tree.leaves(held.rule, is_leaf=is_kept)
-    own, treedef = jax.tree.flatten(state.rule, is_leaf=is_own)
+    own, treedef = jax.tree.flatten(state.rule, is_leaf=is_shared)
     state = state._replace(rule=treedef.unflatten(map(pick, mine, own)))
     if not state.wire:
         return state

@@ -193,7 +193,8 @@ class Around:
         """The loss in the results, for the method."""
         if self._loss is None or callable(self._loss):
             return self._loss and self._loss(results)
-        path, state = _path(self._loss), at(results, place)
+        path = _path(self._loss)
+        state = at(results, place)
         others = [x for _, x in children(results) if place and x is not state]
         # A step that returns (state, loss) says with its shape where the loss is.
         is_lone = len(others) == 1 and getattr(others[0], "shape", None) == ()
@@ -402,7 +403,10 @@ def _positions(tree: Tree, path: tuple[Key, ...]) -> list[int]:
 
 def _warn_of_a_second_iterate(state: Tree, params: list[Tree]) -> None:
     """Warns if the iterate z of schedule-free is not exchanged with the parameters."""
-    is_ours = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+
+    def is_ours(node: Any) -> bool:
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
     exchanged = set(map(id, jax.tree.leaves(params)))
     for node in filter(is_ours, jax.tree.leaves(state, is_leaf=is_ours)):
         if not all(id(z) in exchanged for z in jax.tree.leaves(node.z)):
@@ -440,11 +444,12 @@ def _first_difference(results: list[Tree], state: Tree) -> str:
     alike = [x for x in results if type(x) is type(state)]
     if len(alike) != 1:
         return ""
-    tree, path = alike[0], ""
-    while len(below := children(tree)) == len(before := children(state)):
-        pairs = zip(below, before)
+    tree = alike[0]
+    path = ""
+    while type(tree) is type(state) and len(children(tree)) == len(children(state)):
+        pairs = zip(children(tree), children(state))
         different = [(x, y) for x, y in pairs if x[0] != y[0] or not _is_like(x[1], y[1])]
-        if type(tree) is not type(state) or not different:
+        if not different:
             break
         (name, tree), (_, state) = different[0]
         path = f"{path}/{name}" if path else name

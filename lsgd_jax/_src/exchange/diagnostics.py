@@ -172,7 +172,10 @@ def diagnostics(opt_state: Tree, method: Any = None) -> tuple[Diagnostics, ...]:
 
 def _of(node, pull, rule, schedule=None) -> Diagnostics:
     agreement = getattr(pull, "agreement", None) or None
-    place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
+
+    def place(axis: str) -> int:
+        return WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
+
     # A user's own vmap has stacked values that are equal on all workers.
     first = (0,) * jnp.ndim(node.count.value)
     return Diagnostics(
@@ -243,5 +246,8 @@ def check_not_misplaced(tree: Tree, read_all: Callable[[Tree], Tree]) -> None:
 
 def states_of(opt_state: Tree) -> list:
     """The states of exchanges and aggregations in a tree."""
-    ours = lambda node: isinstance(node, ExchangeState | AggregateState)
-    return list(filter(ours, jax.tree.leaves(opt_state, is_leaf=ours)))
+
+    def is_ours(node: Any) -> bool:
+        return isinstance(node, ExchangeState | AggregateState)
+
+    return list(filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))

@@ -199,11 +199,13 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             raise ValueError(NO_PARAMS)
         updates, params = trees.arrays((updates, params))
         check_same_tree("updates", updates, params)
-        loss, extras = loss_of(value, loss), extras_of(pulls, params, grad)
+        loss = loss_of(value, loss)
+        extras = extras_of(pulls, params, grad)
         known = Known.of(pulls, due, phase)
         note((pull.rule.axes for pull in pulls), params, known.phase == QUIET)
         with naming_the_state(state, lambda: init(params)):
-            x, u = trees.floats(params), trees.widened(trees.floats(updates, like=params))
+            x = trees.floats(params)
+            u = trees.widened(trees.floats(updates, like=params))
             # Before anything moves: x must be where the last step has left it.
             wrong = misplaced(state.expected, x)
             at = Step(pulls, state, known)
@@ -223,7 +225,8 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             )
 
     transformation = Exchange(with_automatic_axes(init), with_automatic_axes(update))
-    transformation.pulls, transformation.check = pulls, check
+    transformation.pulls = pulls
+    transformation.check = check
     return transformation
 
 

@@ -109,7 +109,7 @@ def init(pulls: Sequence[Pull], params: Tree) -> tuple[PullState, ...]:
 def _is_uniform(pull: Pull, params: Tree) -> bool:
     """Whether all fragments of these parameters, and their states, are alike."""
     count = pull.fragments
-    first, *others = (parts.runs_of(each.part, params) for each in pull.each)
+    first, *others = [parts.runs_of(each.part, params) for each in pull.each]
     for i, cut in enumerate(others, 1):
         if cut != [isinstance(run, LeafRun) and run.at(i) for run in first]:
             return False

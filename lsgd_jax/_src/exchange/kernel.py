@@ -129,7 +129,8 @@ class Pull:
                 "`wire` must be 'float32' for a rule whose `keeps` is None (see `Rule`), "
                 f"got wire={self.wire!r}"
             )
-        if across := Wire.of(self.wire).across:
+        across = Wire.of(self.wire).across
+        if across:
             _check_across(Group(across).axes, self.rule)
         if Wire.of(self.wire).is_sparse and self.rule.keeps != ("error",):
             raise ValueError(
@@ -293,7 +294,8 @@ class PullState(NamedTuple):
 
 def init(pull: Pull, params: Tree) -> PullState:
     """Returns the state of a pull before the first step."""
-    part, axes = parts.select(pull.part, params), pull.rule.axes
+    part = parts.select(pull.part, params)
+    axes = pull.rule.axes
     if pull.memory == "host":
         check_host()
     group = Group(axes)
@@ -393,15 +395,18 @@ def step_rules(
     extras: Extras = NO_EXTRAS,
 ) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...]]:
     """`local` without the treatment of non-finite steps: (u, states, counts)."""
-    stepped, counts = [], []
+    stepped = []
+    counts = []
     has_loss = is_finite_loss(loss)
     for pull, state in reversed(list(zip(pulls, states))):
-        rule_state, finite = state.rule, True
+        rule_state = state.rule
+        finite: Any = True
         if pull.rule.step is not silent:
             part = functools.partial(parts.select, pull.part)
-            mine, more, grad = part(u), {}, extras.grad
+            mine = part(u)
+            more = {}
             if "grad" in pull.rule.reads:
-                more["grad"] = None if grad is None else part(grad)
+                more["grad"] = None if extras.grad is None else part(extras.grad)
             after, rule_state, finite = pull.rule.step(
                 mine, part(x), state.rule, loss, t, **more
             )
@@ -585,8 +590,14 @@ def _in_the_form_of(before: Tree, after: Tree) -> Tree:
     """
     if jax.tree.structure(before) == jax.tree.structure(after):
         return after
-    plain = lambda x: x.value if is_shared(x) else x
-    bare = lambda tree: jax.tree.structure(jax.tree.map(plain, tree, is_leaf=is_shared))
+
+    def bare(tree: Tree) -> Any:
+
+        def plain(x: Any) -> Any:
+            return x.value if is_shared(x) else x
+
+        return jax.tree.structure(jax.tree.map(plain, tree, is_leaf=is_shared))
+
     if bare(before) != bare(after):
         return after
     return jax.tree.structure(before).unflatten(jax.tree.leaves(after))
@@ -679,8 +690,11 @@ def drop_non_finite_steps(x: Tree | None, u: Tree) -> Tree:
     """Returns u, with 0 where u is not finite, or nan where x is not finite either."""
     if x is None:
         return u
-    keep = lambda x: trees.where_finite(x, lax.full(x.shape, 0, x.dtype), jnp.nan)
-    leaf = lambda x, u: jnp.where(jnp.isfinite(u), u, keep(x).astype(u.dtype))
+
+    def leaf(x: Array, u: Array) -> Array:
+        still = trees.where_finite(x, lax.full(x.shape, 0, x.dtype), jnp.nan)
+        return jnp.where(jnp.isfinite(u), u, still.astype(u.dtype))
+
     return jax.tree.map(leaf, x, u)
 
 
@@ -696,11 +710,11 @@ def move(
     """
     whole = found & (~takes_part | (weight == 1))
     weight = jnp.asarray(weight, jnp.result_type(float))
-    keep, pull = (
+    keep, pull, fill = trees.materialized(
         jnp.where(whole, 0.0, 1.0),
         jnp.where(whole, 1.0, jnp.where(found, weight, 0.0)),
+        jnp.where(found, 0.0, jnp.nan),
     )
-    keep, pull, fill = trees.materialized(keep, pull, jnp.where(found, 0.0, jnp.nan))
 
     def towards(y: Array, z: Array) -> Array:
         wide = trees.widened(y)
@@ -719,8 +733,8 @@ def move(
         y = trees.plus(x, u)
         to = towards(y, z)
         # x itself may be nan, and then u alone must lead to the target.
-        end, start = trees.widened(to), trees.widened(x)
-        step = end - trees.where_finite(start, start, 0)
+        start = trees.widened(x)
+        step = trees.widened(to) - trees.where_finite(start, start, 0)
         return jnp.where(to == y, u, step.astype(u.dtype))
 
     return jax.tree.map(moved, u, z) if x is None else jax.tree.map(update, x, u, z)

@@ -37,5 +37,8 @@ def check_host() -> None:
 
 
 def _moved(tree: Tree, space: jax.memory.Space) -> Tree:
-    move = lambda x: jax.device_put(x, space) if x.ndim else x
+
+    def move(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, space) if x.ndim else x
+
     return jax.tree.map(move, tree)

@@ -102,7 +102,8 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     Traceback (most recent call last):
     ValueError: `trimmed` takes no `wire`: a robust mean travels in float32
     """
-    if unknown := [name for name in refused if name not in DEFAULTS]:
+    unknown = [name for name in refused if name not in DEFAULTS]
+    if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; see `PullOptions`")
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
@@ -128,8 +129,8 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         hints = {p.name: p.annotation for p in signature.parameters.values()}
         hints["return"] = signature.return_annotation
         # Tools that read hints, such as tyro, see the options one by one.
-        is_given = lambda hint: hint is not inspect.Signature.empty
-        made.__annotations__ = {name: x for name, x in hints.items() if is_given(x)}
+        missing = inspect.Signature.empty
+        made.__annotations__ = {name: x for name, x in hints.items() if x is not missing}
         made.__doc__ = _documented(method.__doc__ or "", taken)
         return checked
 
@@ -144,7 +145,8 @@ def with_options(pulls: Sequence[Pull], options: PullOptions) -> list[Pull]:
       ValueError: fragments of fragments, and what `Pull` and `fragment` refuse.
     """
     given: dict[str, Any] = dict(options)
-    if unknown := [name for name in given if name not in DEFAULTS]:
+    unknown = [name for name in given if name not in DEFAULTS]
+    if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; see `PullOptions`")
     check_option("check", given.pop("check", "due"), typing.get_args(Check))
     count = given.pop("fragments", 1)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from lsgd_jax._src import layouts, trees
 from lsgd_jax._src.by_value import by_value
@@ -52,7 +53,9 @@ class Outer(InPhases):
     """
 
     def __init__(self, method: Exchange, specs: Specs = None):
-        self.method, self.pulls, self.specs = method, method.pulls, specs
+        self.method = method
+        self.pulls = method.pulls
+        self.specs = specs
         self.remembers = method.check == "every_step" or any(
             pull.rule.reads_x for pull in self.pulls
         )
@@ -109,7 +112,8 @@ class Outer(InPhases):
           ValueError: parameters or a state of another structure or shape than those of
             `init`; no loss for a method that needs it.
         """
-        params, loss = trees.arrays(params), lock_step.loss_of(value, loss)
+        params = trees.arrays(params)
+        loss = lock_step.loss_of(value, loss)
         extras = lock_step.extras_of(self.pulls, params, grad)
         known = Known.of(self.pulls, due, phase)
         note((pull.rule.axes for pull in self.pulls), params, known.phase == QUIET)
@@ -134,10 +138,15 @@ class Outer(InPhases):
         self, params: Tree, state: OuterState, loss: Any, extras: Extras, known: Known
     ) -> Any:
         """With x known, the step is that of `exchange` with u = y - x."""
-        x, y, before = state.before, trees.floats(params), state.exchange
+        x = state.before
+        y = trees.floats(params)
+        before = state.exchange
         check_same_tree("params", y, x)
-        # Where x is not finite, `apply_updates` uses u as the parameter itself.
-        gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
+
+        def gap(x: Array, y: Array) -> Array:
+            # Where x is not finite, `apply_updates` uses u as the parameter itself.
+            return trees.widened(y) - trees.finite_part(trees.widened(x))
+
         # From here on the kernel cannot tell that the step was not one of optax.
         u = jax.tree.map(gap, x, y)
         at = Step(self.pulls, before, known)
@@ -153,8 +162,11 @@ class Outer(InPhases):
             self.method.check,
             extras,
         )
-        # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
-        keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
+
+        def keep(y: Array, z: Array, u: Array, moved: Array) -> Array:
+            # x + (y - x) may round to a neighbor of y.
+            return jnp.where((u == moved) & jnp.isfinite(y), y, z)
+
         y = jax.tree.map(keep, y, trees.apply_updates(x, stepped), u, stepped)
         y, after = at.arrive(x, False, y, states, counts, is_finite)
         return trees.refill(y, params), OuterState(after, y)
@@ -163,9 +175,11 @@ class Outer(InPhases):
         self, params: Tree, state: OuterState, loss: Any, extras: Extras, known: Known
     ) -> Any:
         """With y alone, the rules' own steps start from x = y and u = 0."""
-        before, y = state.exchange, trees.floats(params)
+        before = state.exchange
+        y = trees.floats(params)
+        still = trees.zeros(y)
         at = Step(self.pulls, before, known)
-        states, still = at.depart(y, before.pulls, loss), trees.zeros(y)
+        states = at.depart(y, before.pulls, loss)
         u, states, counts = kernel.step_rules(
             at.pulls, y, still, loss, states, at.t, extras
         )

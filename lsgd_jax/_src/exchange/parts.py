@@ -286,7 +286,8 @@ def _scan_axis(
         found = [(axis, at) for at, axis in scan_axis.items() if _is_under(name, at)]
         axis, stack = found[0] if found else (None, None)
     else:
-        axis, stack = scan_axis, None
+        axis = scan_axis
+        stack = None
     is_stack = axis is not None and axis < leaf.ndim and leaf.shape[axis] > 1
     return (axis, stack) if is_stack else (None, None)
 

@@ -104,7 +104,9 @@ def phase_at(pulls: Sequence[Pull], t: int, sizes: Sizes | None = None) -> Phase
     >>> [str(phase_at(lj.sgp().pulls, t, {"node": 2, "local": 2})) for t in (1, 2, 3)]
     ['send 0, land 0, round 0', 'send 0, land 0, round 1', 'send 0, land 0, round 0']
     """
-    sends, lands, records = [], [], []
+    sends = []
+    lands = []
+    records = []
     rounds: list[int | None] = []
     for slot in _programs(tuple(pulls)):
         acts = slot.pull.schedule.at(t)

@@ -30,7 +30,10 @@ def sample_after(x: Tree, u: Tree) -> Array:
     elements = list(zip(_sampled(x), _sampled(u))) if layout_is_known() else []
     if not elements:
         return unknown(x)
-    stand = lambda x, u: trees.plus(trees.where_finite(x, x, 0), u).astype(jnp.float32)
+
+    def stand(x: Array, u: Array) -> Array:
+        return trees.plus(trees.where_finite(x, x, 0), u).astype(jnp.float32)
+
     return jnp.stack([stand(*each) for each in elements])
 
 
@@ -55,5 +58,8 @@ def _sampled(tree: Tree) -> list[Array]:
     ]
     # All over the tree: an optimizer behind the exchange may change some leaves only.
     stride = max(1, -(-len(leaves) // ELEMENTS))
-    middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
+
+    def middle(leaf: Array) -> tuple[int, ...]:
+        return tuple(n // 2 for n in leaf.shape)
+
     return [element(leaf, middle(leaf), path) for path, leaf in leaves[::stride]]

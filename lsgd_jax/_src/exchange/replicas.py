@@ -46,7 +46,8 @@ class Rows(NamedTuple):
         Raises:
           ValueError: specs without a mesh, under a `jax.vmap` along mesh axes.
         """
-        mesh, names = _mesh(specs), _vmapped_mesh_axes()
+        mesh = _mesh(specs)
+        names = _vmapped_mesh_axes()
         if names and mesh.empty:
             raise ValueError(
                 "`specs` need the mesh: call the function of all workers in a "
@@ -56,7 +57,8 @@ class Rows(NamedTuple):
         bound = [name for name in set(axes) if is_bound(name) and lax.axis_size(name) > 1]
         if len(along) != 1 or len(bound) != 1:
             return None
-        (along,), (vmapped,) = along, bound
+        (along,) = along
+        (vmapped,) = bound
         # With several workers to a device, a device would hold more than one row.
         fits = lax.axis_size(vmapped) == mesh.shape[along]
         return cls(vmapped, along, mesh) if fits else None
@@ -142,7 +144,10 @@ def _mesh(specs: Specs) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return mesh
-    is_sharding = lambda x: isinstance(x, NamedSharding)
+
+    def is_sharding(x: Any) -> bool:
+        return isinstance(x, NamedSharding)
+
     each = jax.tree.leaves(specs, is_leaf=is_sharding)
     return next((x.mesh for x in each if is_sharding(x)), mesh)
 

@@ -68,8 +68,18 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
 
 def _resized(tree: Tree) -> Tree:
     """Calls the hook of every node that has one, then those of the nodes inside it."""
-    has_hook = lambda node: hasattr(type(node), "__lsgd_resized__")
-    tree = tree.__lsgd_resized__() if has_hook(tree) else tree
+    if _has_hook(tree):
+        tree = tree.__lsgd_resized__()
+
+    def is_within(node: Any) -> bool:
+        return node is not tree and _has_hook(node)
+
+    def resized(node: Any) -> Any:
+        return _resized(node) if _has_hook(node) else node
+
     # A hook sees the new rows of its own node, so nodes inside it come after it.
-    within = lambda node: node is not tree and has_hook(node)
-    return jax.tree.map(lambda x: _resized(x) if has_hook(x) else x, tree, is_leaf=within)
+    return jax.tree.map(resized, tree, is_leaf=is_within)
+
+
+def _has_hook(node: Any) -> bool:
+    return hasattr(type(node), "__lsgd_resized__")

@@ -71,7 +71,8 @@ def with_state(
         u, after = base.update(updates, state.base, params, **extra_args)
         before = taken(state.base)
         steps = jax.tree.map(lambda new, old: new - old, taken(after), before)
-        if (grad := extra_args.get("grad")) is not None:  # the fields have none
+        grad = extra_args.get("grad")
+        if grad is not None:  # the fields have none
             extra_args["grad"] = grad, optax.tree.zeros_like(before)
         # One tree, so that parameters and fields have the same leader or mean.
         moved: Any = exchange.update(

@@ -98,7 +98,8 @@ def _of_leaf(x: Array, number: int, names: Sequence[tuple[str, ...]]) -> Array:
     For a given place the hash is a bijection of the bits. names: the axes over which each
     dimension is sharded.
     """
-    place, lanes = _place(x, names), []
+    place = _place(x, names)
+    lanes = []
     for n, word in enumerate(_words(x)):
         seed = jnp.uint32((2 * number + n + 1) * ODD[1] % 2**32)
         mixed = _mixed(word ^ _mixed(place * jnp.uint32(ODD[0]) + seed, ODD[1]), ODD[2])
@@ -114,9 +115,11 @@ def _mixed(x: Array, odd: int) -> Array:
 
 def _place(x: Array, names: Sequence[tuple[str, ...]]) -> Array:
     """The index of each element in the whole leaf, modulo 2³²."""
-    place, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    place = jnp.zeros(x.shape, jnp.uint32)
+    stride = 1
     for d in reversed(range(x.ndim)):
-        own, n = names[d] if d < len(names) else (), x.shape[d]
+        own = names[d] if d < len(names) else ()
+        n = x.shape[d]
         along = lax.broadcasted_iota(jnp.uint32, x.shape, d)
         if own:
             along += lax.axis_index(own).astype(jnp.uint32) * jnp.uint32(n)
