@@ -352,19 +352,19 @@ class Experiment(BaseExperiment):
         return self.task.method
 
     @functools.cached_property
-    def _skips(self) -> list[Any]:
+    def skips(self) -> list[Any]:
         """The steps without a gradient, of each pull that has some."""
         pulls = () if self.method is None else self.method.pulls
         return [pull.skips for pull in pulls if pull.skips is not None]
 
     def needs_gradient(self, step: int) -> bool:
         """Whether a step, from 1, computes a gradient; otherwise `skip` takes it."""
-        return not any(skips.at(step) for skips in self._skips)
+        return not any(skips.at(step) for skips in self.skips)
 
     def gradients(self, steps: int) -> int:
         """The number of gradients in the first steps. Each of them takes the next batch."""
         skipped = np.zeros(steps, bool)
-        for skips in self._skips:
+        for skips in self.skips:
             skipped |= np.asarray(skips.at(np.arange(1, steps + 1)))
         return steps - int(skipped.sum())
 
@@ -377,6 +377,16 @@ class Experiment(BaseExperiment):
         if not is_static or self.method is None:
             return None
         return self.method.phase(step, self.workers.sizes)
+
+    def advance(self, state: TrainState, step: int) -> tuple[TrainState, Array]:
+        """Takes step `step`, from 0, as training does, without phases.
+
+        Returns:
+          The new state, and the losses [W]; without a gradient, see `skip`.
+        """
+        if not self.needs_gradient(step + 1):
+            return self.skip(state)
+        return self.step(state, self.data, self.batch(self.gradients(step)))
 
     def bytes_sent(self, state: TrainState) -> int:
         diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))
