@@ -143,7 +143,8 @@ class Task:
         phase as in `learn`.
 
         Returns:
-          The state, and the number of steps taken, which is ready when the step is complete.
+          The state, and the number of steps taken, which is ready when the step is
+          complete.
         """
         assert self.method is not None
         *base, own = state.opt_state
@@ -155,7 +156,7 @@ class Task:
     def _after(
         self, state: TrainState, params: Any, stats: Any, opt_state: Any
     ) -> TrainState:
-        """The state after a step in lock step, its batch statistics averaged if configured."""
+        """The state after a step; batch statistics are averaged if configured."""
         if self._config.batch_statistics == "average":
             stats = batch_statistics.averaged(stats, state.opt_state, opt_state)
         step = lj.Shared(state.step.value + 1)
@@ -340,9 +341,9 @@ class Experiment(BaseExperiment):
 
     @functools.cached_property
     def skip(self) -> Callable[..., tuple[TrainState, Array]]:
-        """The step of all workers without a gradient: (state[, phase]) -> (state, done [W]).
+        """The step of all workers without a gradient: (state[, phase]) -> (state, done).
 
-        `done` is ready when the step is complete.
+        `done` [W] is ready when the step is complete.
         """
         return self.workers.map(self.task.skip, donate=0, static="phase")
 

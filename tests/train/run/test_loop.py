@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from harness import close, exchanges
+from jax.flatten_util import ravel_pytree
 from toys import slow
 
 import lsgd_jax as lj
@@ -167,7 +168,7 @@ def test_a_skipped_step_computes_no_gradient(
     train(run)
     assert computed == [t for t in range(1, 13) if t not in SKIPPED]
     expected, losses = palsgd_by_hand(run)
-    jax.tree.map(close, run.state.params, expected)
+    close(raveled(run.state.params), expected)
     events = log.read(run.folder)["train"]
     found = sum([event["step_losses"] for event in events], [])
     assert [t for t, loss in enumerate(found, 1) if loss is None] == SKIPPED
@@ -177,42 +178,45 @@ def test_a_skipped_step_computes_no_gradient(
 
 
 def palsgd_by_hand(run):
-    """The equations, with a batch for each gradient: (parameters, mean losses)."""
+    """The equations, with a batch for each gradient: (parameters [W, n], mean losses)."""
     experiment = run.experiment
     options = run.config.method
     rate = learning_rate(run.config.optimizer, run.config.steps)
     state = experiment.workers.fetch(experiment.init())
     data = jax.tree.map(jnp.asarray, experiment.workers.fetch(experiment.data))
-    x = jax.tree.map(np.array, state.params)
-    velocity = jax.tree.map(np.zeros_like, x)
-    anchor = jax.tree.map(lambda x: x.mean(0), x)
-    outer = jax.tree.map(np.zeros_like, anchor)
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], state.params))
 
-    def loss_of(params, rows, key):
-        return experiment.forward.loss(params, {}, data, rows, key)[0]
+    def loss_of(x, rows, key):
+        return experiment.forward.loss(unravel(x), {}, data, rows, key)[0]
 
     gradient = jax.jit(jax.vmap(jax.value_and_grad(loss_of)))
+    keys_at = jax.vmap(jax.random.fold_in, (0, None))
+    x = raveled(state.params)
+    velocity = np.zeros_like(x)
+    anchor = x.mean(0)
+    outer = np.zeros_like(anchor)
     losses = []
     for t in range(1, run.config.steps + 1):
         now = float(rate(t - 1))
         if t in SKIPPED:
-            share = now * options.pull / options.probability
-            x = jax.tree.map(lambda x, a: x - share * (x - a), x, anchor)
+            x = x - now * options.pull / options.probability * (x - anchor)
         else:
             batch = experiment.workers.fetch(experiment.batch(len(losses)))
-            keys = jax.vmap(lambda key: jax.random.fold_in(key, t - 1))(state.key)
-            loss, grads = gradient(x, batch, keys)
+            loss, grads = gradient(x, batch, keys_at(state.key, t - 1))
             losses.append(float(loss.mean()))
-            velocity = jax.tree.map(lambda v, g: 0.9 * v + np.array(g), velocity, grads)
-            share = now / (1 - options.probability)
-            x = jax.tree.map(lambda x, v: x - share * v, x, velocity)
+            velocity = 0.9 * velocity + np.array(grads)
+            x = x - now / (1 - options.probability) * velocity
         if t % options.period == 0:
-            delta = jax.tree.map(lambda a, x: a - x.mean(0), anchor, x)
-            outer = jax.tree.map(lambda m, d: 0.9 * m + d, outer, delta)
-            move = jax.tree.map(lambda m, d: 0.25 * (0.9 * m + d), outer, delta)
-            anchor = jax.tree.map(np.subtract, anchor, move)
-            x = jax.tree.map(lambda x, a: np.broadcast_to(a, x.shape), x, anchor)
+            delta = anchor - x.mean(0)
+            outer = 0.9 * outer + delta
+            anchor = anchor - 0.25 * (0.9 * outer + delta)
+            x = np.broadcast_to(anchor, x.shape)
     return x, losses
+
+
+def raveled(params):
+    """Parameters of all workers as an array [W, n]."""
+    return np.array(jax.vmap(lambda tree: ravel_pytree(tree)[0])(params))
 
 
 def test_a_run_stopped_at_a_skipped_step_resumes_bit_identically(
