@@ -59,7 +59,7 @@ def test_workers_of_several_devices(method, programs, here, capsys, tmp_path):
     assert [program["name"] for program in found] == programs
     # A program without a gradient has no products of matrices.
     for program in found:
-        assert (program["flops"] > 1e5) == ("no gradient" not in program["name"])
+        assert bool(program["flops"]) == ("no gradient" not in program["name"])
 
 
 def test_a_program_that_does_not_fit_has_status_1(here, monkeypatch, capsys):
