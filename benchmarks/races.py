@@ -34,6 +34,7 @@ WITH_PERIOD = {
     "easgd": "--method easgd --method.period {0}",
     "local-sgd": "--method local-sgd --method.period {0}",
     "diloco": "--method diloco --method.period {0}",
+    "palsgd": "--method palsgd --method.period {0}",
     "streaming-int8": "--method diloco --method.period {0} --method.fragments 4 "
     "--method.delay 2 --method.wire int8",
 }

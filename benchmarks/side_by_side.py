@@ -43,8 +43,7 @@ class Trainer(Step):
         count = iter(range(10**9))
 
         def step(state: Any) -> list[Any]:
-            batch = experiment.batch(next(count))
-            return [experiment.step(state, experiment.data, batch)[0]]
+            return [experiment.advance(state, next(count))[0]]
 
         super().__init__(step, [experiment.init()])
 

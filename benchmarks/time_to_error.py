@@ -7,7 +7,8 @@
 In lock step the network does not change the computed values, so the steps to the error are
 those of the race, interpolated between two tests. This script times the steps: 4 hosts,
 network namespaces of this machine that send at a limited rate (Linux, root, iproute2),
-train each method over a few exchanges on random images. PyTorch's DDP is assumed to need
+train each method over a few exchanges, on random images or the race's text. Races on text
+need --no-torch, and --error is in nats. PyTorch's DDP is assumed to need
 the steps of all-reduce, and its local SGD those of ours. Both train the same network
 (`torch_process.py`; --torch names a Python with PyTorch). The script prints tables of
 milliseconds per step and seconds to the error. It writes time_to_error.png, the seconds
@@ -23,13 +24,14 @@ import sys
 
 from against_pytorch import Peers
 from limited_hosts import add_options, bits_of, join, limited_hosts
-from side_by_side import on_random_images, steps_of
+from side_by_side import Trainer, on_random_images, steps_of
 from usage import add_torch, head, one_line_errors, parser, row
 
 from train.config import Config, settings
 from train.metrics.drawing import plt, save, subplots
 from train.process import compilation_cache
 from train.run import folder
+from train.task.experiment import Experiment
 
 
 WORKERS = 4
@@ -72,13 +74,20 @@ def crossing(error, steps, values):
     return math.inf
 
 
+def trainer_of(config, session):
+    """Returns the trainer of a race on CIFAR-10 or on text."""
+    if config.data.name == "cifar10":
+        return on_random_images(config, session)
+    return Trainer(Experiment(config, session=session))
+
+
 def work(options):
     """Runs on each host: trains each method for a block of steps, then times a block."""
     configs = configs_of(pathlib.Path(options.races))
     session = join(next(iter(configs.values())), options, WORKERS)
     compilation_cache.use(say=session.is_main)
     for name, config in configs.items():
-        trainer = on_random_images(config, session)
+        trainer = trainer_of(config, session)
         trainer.seconds_per_step(WARM_UP)  # compiles
         session.wait_for_all()
         steps = options.blocks * steps_of(config.method, WARM_UP)
@@ -127,7 +136,7 @@ def main():
     words = parser(__doc__)
     words.add_argument("races", help="the folder that races.py wrote")
     words.add_argument(
-        "--error", type=float, required=True, help="test error to reach, in percent"
+        "--error", type=float, required=True, help="to reach: percent, or nats for text"
     )
     rates = ["1gbit", "100mbit", "10mbit"]
     each = "as tc writes it, or none"

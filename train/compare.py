@@ -254,6 +254,8 @@ def trace(config: Config, dataset: Any, session: Session) -> None:
     batch = experiment.batch(0)
     step = functools.partial(experiment.step, phase=experiment.phase(1))
     jax.eval_shape(step, state, experiment.data, batch)
+    if experiment.skips:
+        jax.eval_shape(experiment.skip, state)
 
 
 def join(configs: dict[Key, Config]) -> Session:

@@ -195,8 +195,12 @@ def compiled(
 
     def train_step(*carry: Any, phase: lj.Phase | None = None) -> tuple:
         *state, (data, batch) = carry
-        after, loss = task.step(TrainState(*state), data, batch, phase)
-        return (*after, loss)
+        before = TrainState(*state)
+        if phase is None or phase.needs_gradient:
+            after, result = task.step(before, data, batch, phase)
+        else:
+            after, result = task.skip(before, phase)
+        return (*after, result)
 
     rate = schedules.learning_rate(config.optimizer, config.steps)
     return lj.aot.report(

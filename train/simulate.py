@@ -207,6 +207,11 @@ def method(config: Config) -> lj.asynchronous.Method:
     rate = schedules.learning_rate(optimizer, config.steps)
     exchange = chosen.exchanges(rate, config.steps)
     assert exchange is not None
+    if any(pull.skips is not None for pull in exchange.pulls):
+        raise ValueError(
+            "`method` must compute a gradient at every step to be simulated, got "
+            f"method={chosen.name}"
+        )
     return lj.asynchronous.Pulls(exchange)
 
 

@@ -23,7 +23,7 @@ def advance(
     experiment: Experiment, state: TrainState, step: int
 ) -> tuple[TrainState, Array]:
     """Takes step `step`, counted from 0, and returns the new state and the losses."""
-    return experiment.step(state, experiment.data, experiment.batch(step))
+    return experiment.advance(state, step)
 
 
 def projection(workers: lj.Workers, plane: Plane) -> Callable[[Any], Any]:

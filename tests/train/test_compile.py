@@ -41,10 +41,26 @@ def test_an_experiment_is_compiled_on_all_devices(here, capsys, tmp_path):
 
 
 @pytest.mark.slow  # `test_aot.py` has reports of sharded workers
-def test_workers_of_several_devices(here, capsys):
-    options = "--topology v5e:2x2 --workers.inside fsdp=4 --method diloco --batch-size 8"
-    assert compile.main(["digits", *options.split()]) == 0
-    assert "quiet" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "method, programs",
+    [
+        ("diloco", ["send 0, land 0", "quiet"]),
+        (
+            "palsgd",
+            ["send 0, land 0", "quiet", "send 0, land 0, no gradient", "no gradient"],
+        ),
+    ],
+)
+def test_workers_of_several_devices(method, programs, here, capsys, tmp_path):
+    path = tmp_path / "report.json"
+    options = f"--topology v5e:2x2 --workers.inside fsdp=4 --method {method} --batch-size 8"
+    assert compile.main(["digits", *options.split(), "--json", str(path)]) == 0
+    assert all(name in capsys.readouterr().out for name in programs[-1:])
+    found = json.loads(path.read_text())["programs"]
+    assert [program["name"] for program in found] == programs
+    # A program without a gradient has no products of matrices.
+    for program in found:
+        assert bool(program["flops"]) == ("no gradient" not in program["name"])
 
 
 def test_a_program_that_does_not_fit_has_status_1(here, monkeypatch, capsys):

@@ -79,7 +79,7 @@ class Row(NamedTuple):
 def outer_sgd(
     outer_learning_rate: float = 0.7, outer_momentum: float = 0.9
 ) -> optax.GradientTransformation:
-    """DiLoCo's outer optimizer: SGD with Nesterov's momentum.
+    """The outer optimizer of DiLoCo and PALSGD: SGD with Nesterov's momentum.
 
     Args:
       outer_learning_rate: learning rate of the outer optimizer.
@@ -141,6 +141,12 @@ ROWS = (
     Row("edit", lj.diloco, made={"outer": outer_sgd, "guard": lj.Guard}),
     Row("grawa", lj.contrib.grawa),
     Row("desloc", around=lj.contrib.desloc),
+    Row(
+        "palsgd",
+        lj.contrib.palsgd,
+        made={"outer": outer_sgd},
+        defaults={"outer_learning_rate": 0.25},
+    ),
     Row("noloco", lj.contrib.noloco),
     Row("sparta", lj.contrib.sparta),
     Row("parle", lj.parle),

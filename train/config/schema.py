@@ -392,7 +392,8 @@ class Config:
     # place of one with conditionals. Defaults to yes on accelerators: there the message of
     # a method with a delay travels while the gradient is computed.
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
-    # Stop after this many consecutive steps without a finite loss on any worker.
+    # Stop after this many consecutive steps without a finite loss on any worker. Steps that
+    # compute no gradient (palsgd) do not count.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
     # Project of Weights & Biases, or TEAM/PROJECT, to which the metrics are sent, too. It
     # needs the extra `wandb`.

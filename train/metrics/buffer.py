@@ -21,10 +21,11 @@ class Interval(NamedTuple):
 
     Attributes:
       step: the last step of the interval.
-      losses: float [steps, W].
+      losses: float [steps, W]; nan in the rows of steps without a gradient.
       consensus_distance: at the last step.
       exchange: the step of the last exchange, and the consensus distances after the step
         before (None if unknown) and after it. None without an exchange.
+      skipped: the rows of `losses` of steps without a gradient.
       done: the last step that was known to be complete when the interval was read.
       elections: (step, diagnostics) for each step at which leaders were elected, without
         those that `take_elections` has returned.
@@ -47,10 +48,27 @@ class Interval(NamedTuple):
     dropped: np.ndarray = np.zeros(0, np.int64)
     differed: Sequence[tuple[int, str]] = ()
     exchange: tuple[int, float | None, float] | None = None
+    skipped: Sequence[int] = ()
+
+
+class StepInFlight(NamedTuple):
+    """A step whose losses have not been read.
+
+    Attributes:
+      step: its number.
+      result: its losses [W], or an array [W] that is ready with the step.
+      has_loss: whether these are losses.
+    """
+
+    step: int
+    result: Array
+    has_loss: bool
 
 
 class MetricsBuffer:
     """Collects the losses of every step and the diagnostics of every election.
+
+    A step without a gradient has no losses.
 
     Nothing is read from the devices before `close_interval`, which reads the interval
     before the one that it closes. The steps of that interval are complete, so the loop
@@ -62,7 +80,8 @@ class MetricsBuffer:
       method: the pulls in it, which say when leaders are elected, or None.
       recent: receives the losses when they are read.
       step: the step from which the run continues.
-      losses: [W] each, the losses of the current interval up to `step`.
+      losses: [W] each, the losses of the current interval up to `step`; None for a step
+        without a gradient.
       closes: the step at which the interval of a step closes.
 
     Attributes:
@@ -77,7 +96,7 @@ class MetricsBuffer:
         recent: RecentLosses,
         method: lj.Exchange | None = None,
         step: int = 0,
-        losses: Sequence[Sequence[float]] = (),
+        losses: Sequence[Sequence[float] | None] = (),
         closes: Callable[[int], int] = lambda step: step,
     ):
         self.recent = recent
@@ -94,15 +113,23 @@ class MetricsBuffer:
         self._exchange = 0
         self._distances: dict[int, Array] = {}
         self._electing = [pull for pull in pulls if pull.leader is not None]
-        self._unread: deque[tuple[int, Array]] = deque()
-        self._rows = [np.asarray(loss, np.float32) for loss in losses]  # read, not reported
+        self._unread: deque[StepInFlight] = deque()
+        # Read, not reported.
+        self._rows: list[np.ndarray | None] = [
+            None if row is None else np.asarray(row, np.float32) for row in losses
+        ]
         self._reported = step - len(losses)
         self._elections: list[tuple[int, Any]] = []
         self._closed: deque[tuple] = deque()
 
-    def add(self, step: int, loss: Array, state: Any) -> None:
-        """Adds the losses [W] and the state of a step that is in flight."""
-        self._unread.append((step, loss))
+    def add(self, step: int, result: Array, state: Any, has_loss: bool = True) -> None:
+        """Adds a step that is in flight, and the state after it.
+
+        Args:
+          step, result, has_loss: see `StepInFlight`.
+          state: the state.
+        """
+        self._unread.append(StepInFlight(step, result, has_loss))
         if any(pull.is_due(step) for pull in self._electing):
             self._elections.append((step, self._diagnose(state.opt_state)))
         if step > self._closes_at:
@@ -119,19 +146,25 @@ class MetricsBuffer:
 
     def read_losses(self, until: int) -> None:
         """Reads the losses up to a step. Blocks until that step is complete."""
-        losses = []
-        while self._unread and self._unread[0][0] <= until:
-            self.read, loss = self._unread.popleft()
-            losses.append(loss)
-        if losses:
-            rows = self._workers.fetch(losses)
-            self.recent.add(rows)
-            self._rows += rows
+        taken = []
+        while self._unread and self._unread[0].step <= until:
+            taken.append(self._unread.popleft())
+        if not taken:
+            return
+        self.read = taken[-1].step
+        results = self._workers.fetch([each.result for each in taken])
+        for each, row in zip(taken, results):
+            if each.has_loss:
+                self.recent.add([row])
+            self._rows.append(row if each.has_loss else None)
 
-    def unreported_losses(self, until: int) -> list[list[float]]:
-        """Losses [W] of the current interval up to a step. Blocks until it is complete."""
+    def unreported_losses(self, until: int) -> list[list[float] | None]:
+        """Losses [W] of the current interval up to a step; None without a gradient.
+
+        Blocks until that step is complete.
+        """
         self.read_losses(until)
-        return [row.tolist() for row in self._rows]
+        return [None if row is None else row.tolist() for row in self._rows]
 
     def take_elections(self) -> list[Election]:
         """Elections that have not been read. Blocks until the latest one is complete."""
@@ -166,11 +199,12 @@ class MetricsBuffer:
         self.read_losses(step)
         count = step - self._reported
         self._reported = step
-        losses = self._rows[:count]
+        rows = self._rows[:count]
         self._rows = self._rows[count:]
+        unknown = np.full(self._workers.num_workers, np.nan, np.float32)
         return Interval(
             step=step,
-            losses=np.stack(losses),
+            losses=np.stack([unknown if row is None else row for row in rows]),
             consensus_distance=float(distances[step]),
             done=self._done(),
             elections=self._fetched(elections),
@@ -180,15 +214,16 @@ class MetricsBuffer:
             dropped=dropped,
             differed=_differed(before, diagnostics),
             exchange=_around(exchange, distances),
+            skipped=[i for i, row in enumerate(rows) if row is None],
         )
 
     def _done(self) -> int:
         """The last step that is known to be complete."""
         done = self.read
-        for step, loss in self._unread:
-            if not loss.is_ready():  # type: ignore  # jax does not declare it
+        for each in self._unread:
+            if not each.result.is_ready():  # type: ignore  # jax does not declare it
                 break
-            done = step
+            done = each.step
         return done
 
 

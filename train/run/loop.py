@@ -1,12 +1,13 @@
 """The training of a run, from its first step to its last line."""
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
 import platform
 import signal
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -55,20 +56,17 @@ def take_steps(run: Run) -> Reason | None:
     assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
-    left = range(run.step, config.steps)
-    compiled = set()
-    with contextlib.closing(experiment.batches(left)) as batches:
-        for batch in batches:
-            phase = experiment.phase(run.step + 1)
-            with _compiling(run) if phase not in compiled else contextlib.nullcontext():
-                compiled.add(phase)
-                run.state, loss = experiment.step(
-                    run.state, experiment.data, batch, phase=phase
-                )
-            backlog.add(loss)
+    compiled: set[Any] = set()
+    first = experiment.gradients(run.step)
+    # More than are needed if steps are skipped: those read ahead are dropped at the end.
+    numbers = range(first, first + config.steps - run.step)
+    with contextlib.closing(experiment.batches(numbers)) as batches:
+        while run.step < config.steps:
+            before = run.step
+            has_loss = experiment.needs_gradient(before + 1)
+            result = backlog.add(_take_step(run, batches if has_loss else None, compiled))
             run.step += 1
-            run.buffer.add(run.step, loss, run.state)
-            before = run.step - 1
+            run.buffer.add(run.step, result, run.state, has_loss)
             if run.passed(config.log_every, before) or run.step == config.steps:
                 report(run, run.buffer.close_interval(run.step, run.state))
             test_and_save(run, before)
@@ -77,6 +75,34 @@ def take_steps(run: Run) -> Reason | None:
             if run.stop_signals.asked():
                 return run.stop_signals.received
     return None
+
+
+def _take_step(run: Run, batches: Iterator[Any] | None, compiled: set[Any]) -> Any:
+    """Dispatches the next step, with a gradient if there are batches.
+
+    Args:
+      run: the run, whose state becomes that after the step.
+      batches: those of the next gradients, or None for a step without a gradient.
+      compiled: the programs that are compiled already; this one is added.
+
+    Returns:
+      The losses [W], or without a gradient an array that is ready with the step.
+    """
+    experiment = run.experiment
+    assert isinstance(experiment, Experiment)
+    phase = experiment.phase(run.step + 1)
+    if batches is None:
+        take = functools.partial(experiment.skip, run.state, phase=phase)
+    else:
+        batch = next(batches)
+        take = functools.partial(
+            experiment.step, run.state, experiment.data, batch, phase=phase
+        )
+    program = phase, batches is None
+    with contextlib.nullcontext() if program in compiled else _compiling(run):
+        run.state, result = take()
+    compiled.add(program)
+    return result
 
 
 def make_up_test(run: Run) -> None:

@@ -21,10 +21,11 @@ def report(run: Run, interval: Interval | None) -> None:
     """Writes and shows an interval, and warns of failures; does nothing for None."""
     if interval is None:
         return
-    finite = np.isfinite(interval.losses)
-    losses = _mean_of_finite(interval.losses, axis=0)
-    loss = float(_mean_of_finite(interval.losses))
-    _warn_of_nonfinite(run, interval.step, finite)
+    # Of the steps with a gradient, of which an interval may have none.
+    computed = np.delete(interval.losses, interval.skipped, axis=0)
+    losses = _mean_of_finite(computed, axis=0)
+    loss = float(_mean_of_finite(computed)) if len(computed) else None
+    _warn_of_nonfinite(run, interval.step, np.isfinite(computed))
     _warn_of_restored(run, interval)
     _warn_of_dropped(run, interval)
     _warn_of_alone(run, interval)

@@ -16,7 +16,8 @@ key and its order of the data belong to its new number. Values that are equal on
                                                          exchange count like any other's
     local-sgd             –                              the mean is over the new workers
     post-local-sgd        the step of the switch         likewise
-    slowmo, diloco        anchor, (outer) momentum       likewise
+    slowmo, diloco,
+      palsgd              anchor, (outer) momentum       likewise
     sparse-diloco         anchor                         likewise; quantization errors are 0
     edit                  anchor, outer momentum,        likewise
                           mean and variance of norms
@@ -89,7 +90,8 @@ class Restored(NamedTuple):
       state: the training state, placed for the new workers.
       seconds, compile_seconds: seconds of training and of compilation so far.
       recent: recent losses of the new workers.
-      losses: [W] each, losses of the current interval, which has not been reported.
+      losses: [W] each, losses of the current interval, which has not been reported; None
+        for a step without a gradient.
       resizing: how the grid changed, or None.
       test_is_due: whether the run stopped before the end of the test of this step.
     """
@@ -99,7 +101,7 @@ class Restored(NamedTuple):
     seconds: float
     compile_seconds: float
     recent: RecentLosses
-    losses: list[list[float]]
+    losses: list[list[float] | None]
     resizing: Resizing | None
     test_is_due: bool = False
 
@@ -143,13 +145,10 @@ def restore(
         test_is_due=notes.get("test_is_due", False) and notes.get("tested") is None,
     )
     if old == new:
-        losses = [
-            [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
-        ]
         return starts(
             state=state,
             recent=RecentLosses(recent, notes.get("nonfinite_steps", 0)),
-            losses=losses,
+            losses=[_noted(row) for row in notes.get("losses", [])],
             resizing=None,
         )
     chosen = sources(old, new, scores(state, recent))
@@ -163,6 +162,13 @@ def restore(
     return starts(
         state=state, recent=RecentLosses(recent[chosen]), losses=[], resizing=resizing
     )
+
+
+def _noted(row: list[float | None] | None) -> list[float] | None:
+    """The losses [W] in the notes, where None stands for nonfinite ones."""
+    if row is None:
+        return None
+    return [np.nan if x is None else x for x in row]
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:

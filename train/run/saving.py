@@ -83,7 +83,7 @@ def notes(run: Run) -> dict[str, Any]:
         "compile_seconds": run.stopwatch.compile_seconds,
         "recent_losses": _known(recent.average.tolist()),
         "nonfinite_steps": recent.nonfinite_steps,
-        "losses": [_known(row) for row in losses],
+        "losses": [None if row is None else _known(row) for row in losses],
         "workers": dataclasses.asdict(run.config.workers),
         "finite": bool((finite & np.isfinite(recent.average)).any()),
         "best_worker": recent.best,

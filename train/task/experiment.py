@@ -53,6 +53,7 @@ class Task:
     Attributes:
       forward: applies the network to a batch.
       tx: the optimizer, which includes the method in lock step.
+      method: the pulls at the end of the optimizer, or None if there are none.
 
     Raises:
       ValueError: settings contradict each other.
@@ -69,6 +70,8 @@ class Task:
     ):
         self._config = config
         self.tx = make_optimizer(config)
+        rate = schedules.learning_rate(config.optimizer, config.steps)
+        self.method = config.method.exchanges(rate, config.steps)
         data = load_dataset(config) if dataset is None else dataset
         if isinstance(data, Text | Translation):
             if not session.same_everywhere(data.sha256):
@@ -130,10 +133,34 @@ class Task:
         """One worker's step in lock step: (state, loss); phase as in `learn`."""
         updates, opt_state, stats, loss = self.learn(state, data, batch, phase)
         params = lj.apply_updates(state.params, updates)
+        return self._after(state, params, stats, opt_state), loss
+
+    def skip(
+        self, state: TrainState, phase: lj.Phase | None = None
+    ) -> tuple[TrainState, Array]:
+        """One worker's step without a gradient, which takes no batch.
+
+        phase as in `learn`.
+
+        Returns:
+          The state, and the number of steps taken, which is ready when the step is
+          complete.
+        """
+        assert self.method is not None
+        *base, own = state.opt_state
+        params, own = self.method.skip(state.params, own, phase=phase)
+        opt_state = (*optimizers.after_a_skip(base), own)
+        after = self._after(state, params, state.stats, opt_state)
+        return after, after.step.value
+
+    def _after(
+        self, state: TrainState, params: Any, stats: Any, opt_state: Any
+    ) -> TrainState:
+        """The state after a step; batch statistics are averaged if configured."""
         if self._config.batch_statistics == "average":
             stats = batch_statistics.averaged(stats, state.opt_state, opt_state)
         step = lj.Shared(state.step.value + 1)
-        return TrainState(params, stats, opt_state, state.key, step), loss
+        return TrainState(params, stats, opt_state, state.key, step)
 
 
 class BaseExperiment(abc.ABC):
@@ -313,10 +340,34 @@ class Experiment(BaseExperiment):
         return self.workers.map(self.task.step, donate=0, static="phase")
 
     @functools.cached_property
+    def skip(self) -> Callable[..., tuple[TrainState, Array]]:
+        """The step of all workers without a gradient: (state[, phase]) -> (state, done).
+
+        `done` [W] is ready when the step is complete.
+        """
+        return self.workers.map(self.task.skip, donate=0, static="phase")
+
+    @property
     def method(self) -> lj.Exchange | None:
         """The pulls at the end of the optimizer, or None if there are none."""
-        rate = schedules.learning_rate(self._config.optimizer, self._config.steps)
-        return self._config.method.exchanges(rate, self._config.steps)
+        return self.task.method
+
+    @functools.cached_property
+    def skips(self) -> list[Any]:
+        """The steps without a gradient, of each pull that has some."""
+        pulls = () if self.method is None else self.method.pulls
+        return [pull.skips for pull in pulls if pull.skips is not None]
+
+    def needs_gradient(self, step: int) -> bool:
+        """Whether a step, from 1, computes a gradient; otherwise `skip` takes it."""
+        return not any(skips.at(step) for skips in self.skips)
+
+    def gradients(self, steps: int) -> int:
+        """The number of gradients in the first steps. Each of them takes the next batch."""
+        skipped = np.zeros(steps, bool)
+        for skips in self.skips:
+            skipped |= np.asarray(skips.at(np.arange(1, steps + 1)))
+        return steps - int(skipped.sum())
 
     def phase(self, step: int) -> lj.Phase | None:
         """The phase of a step, from 1; None if one program serves all steps."""
@@ -327,6 +378,16 @@ class Experiment(BaseExperiment):
         if not is_static or self.method is None:
             return None
         return self.method.phase(step, self.workers.sizes)
+
+    def advance(self, state: TrainState, step: int) -> tuple[TrainState, Array]:
+        """Takes step `step`, from 0, as training does, without phases.
+
+        Returns:
+          The new state, and the losses [W]; without a gradient, see `skip`.
+        """
+        if not self.needs_gradient(step + 1):
+            return self.skip(state)
+        return self.step(state, self.data, self.batch(self.gradients(step)))
 
     def bytes_sent(self, state: TrainState) -> int:
         diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))

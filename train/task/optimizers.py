@@ -63,6 +63,29 @@ def _base(
             )
 
 
+def after_a_skip(state: Any) -> Any:
+    """Returns the state of an optimizer after a step without a gradient.
+
+    Its schedules count the step, so that they end with the run. Its moments and their bias
+    corrections count gradients, and stay.
+
+    >>> rate = optax.linear_schedule(1.0, 0.0, 10)
+    >>> moments, scale = after_a_skip(optax.adam(rate).init(np.zeros(2)))
+    >>> int(moments.count), int(scale.count)
+    (0, 1)
+    """
+
+    def counted(node: Any) -> Any:
+        if isinstance(node, optax.ScaleByScheduleState):
+            return node._replace(count=optax.safe_increment(node.count))
+        return node
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    return jax.tree.map(counted, state, is_leaf=is_schedule)
+
+
 def matrices(params: Any) -> Any:
     """Whether each parameter is a matrix or a convolution, not a bias, scale or embedding.
 

@@ -35,8 +35,6 @@ def factories():
 def test_the_table_holds_every_factory_of_the_library():
     listed = {factory for row in ROWS for factory in (row.first, row.last, row.around)}
     found = dict(factories())
-    # Its steps without a gradient need a loop that asks for them.
-    listed.add(lj.contrib.palsgd)
     assert len(found) >= 17 and set(found.values()) <= listed
 
 
@@ -70,10 +68,19 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
         assert not lj.diagnostics(method.around(optax.sgd(0.1)).init(jnp.zeros(3)))
 
 
-def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
+@pytest.mark.parametrize(
+    "name, factory, options",
+    [
+        ("diloco", lj.diloco, {}),
+        # Without skipped steps, which need a loop that knows them.
+        ("palsgd", lj.contrib.palsgd, {"probability": 0.0}),
+    ],
+)
+def test_the_outer_optimizer_is_that_of_the_library(name, factory, options):
     """The default options give the same steps as no outer optimizer."""
-    given = steps_of(methods.make("diloco", period=1, verify=False).around(optax.sgd(0.1)))
-    default = steps_of(optax.chain(optax.sgd(0.1), lj.diloco(period=1)))
+    made = methods.make(name, period=1, verify=False, **options)
+    given = steps_of(made.around(optax.sgd(0.1)))
+    default = steps_of(optax.chain(optax.sgd(0.1), factory(period=1, **options)))
     np.testing.assert_array_equal(given, default)
 
 
@@ -127,6 +134,7 @@ def test_clipping_follows_the_aggregation():
     [
         ("diloco", {"period": 8}, 8),
         ("diloco", {"period": 8, "fragments": 2}, 4),
+        ("palsgd", {"period": 8}, 8),
         ("overlapped-diloco", {"period": 8, "delay": 3}, 8),
         ("lsgd", {"local_period": 6, "global_period": 4}, 4),
         ("desloc", {"period": 5}, 5),

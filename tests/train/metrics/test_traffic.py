@@ -28,6 +28,7 @@ SMALL = (
         ),
         "local-sgd --method.period 1,2:3 --method.after 1",
         slow("post-local-sgd --method.period 3 --method.switch-step 4"),
+        slow("palsgd --method.period 3 --method.probability 0.6"),
     ],
 )
 def test_the_schedules_agree_with_the_counters_at_each_step(monkeypatch, tmp_path, method):

@@ -10,17 +10,22 @@ from train.run.divergence import Divergence
 
 
 class Losses:
-    """Stands for a `MetricsBuffer`: losses of two workers, nan at the steps `bad`."""
+    """Stands for a `MetricsBuffer`: losses of two workers, nan at the steps `bad`.
 
-    def __init__(self, bad, recent=None, read=0):
+    Steps in `skipped` have no losses.
+    """
+
+    def __init__(self, bad, recent=None, read=0, skipped=()):
         self.recent, self.read, self._bad = recent or RecentLosses.unknown(2), read, bad
         self.taken = read
+        self._skipped = skipped
 
     def read_losses(self, until):
         assert until <= self.taken
         for step in range(self.read + 1, until + 1):
             loss = np.nan if step in self._bad else 1.0
-            self.recent.add([np.array([loss, np.nan])])
+            if step not in self._skipped:
+                self.recent.add([np.array([loss, np.nan])])
             self.read = step
 
 
@@ -46,6 +51,16 @@ def test_nonfinite_steps_must_be_consecutive():
     every_other = set(range(1, 60)) - set(range(10, 60, 10))
     assert stops_after(Losses(every_other), 10) is None
     assert stops_after(Losses(every_other), 9) == 9
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 20])
+def test_steps_without_a_gradient_do_not_count(limit):
+    for seed in range(30):
+        skipped = set(np.flatnonzero(np.random.default_rng(seed).random(200) < 0.5))
+        first = 5 + seed
+        bad = [step for step in range(first, 200) if step not in skipped]
+        losses = Losses(range(first, 200), skipped=skipped)
+        assert stops_after(losses, limit, steps=200) == bad[limit - 1]
 
 
 def test_losses_are_read_after_their_steps_are_complete():

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import tiny
 from harness import close, exchanges
+from jax.flatten_util import ravel_pytree
 from toys import slow
 
 import lsgd_jax as lj
-from train.config import WorkersConfig, methods
+from train.config import OptimizerConfig, WorkersConfig, methods
 from train.metrics import log
 from train.metrics.buffer import Interval
 from train.metrics.tensorboard import TensorBoard
@@ -24,6 +25,7 @@ from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
 from train.run.reporting import report
 from train.run.saving import save
+from train.task.schedules import learning_rate
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -125,6 +127,122 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     experiment.step(state, experiment.data, experiment.batch(0), phase=None)
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.size > 100]
     assert len(arrays) >= 2 and all(leaf.is_deleted() for leaf in arrays)
+
+
+# Steps without a gradient: 3, 6, 7, 9 and 10, so that the interval of 9 and 10 has no loss.
+
+SKIPPED = [3, 6, 7, 9, 10]
+PALSGD = dict(
+    method=methods.make("palsgd", period=5, probability=0.6, pull=0.2, seed=2),
+    optimizer=OptimizerConfig(
+        learning_rate=0.1, momentum=0.9, warmup_steps=4, schedule="drops", drop_at=(7, 9)
+    ),
+    log_every=2,
+)
+
+
+@pytest.fixture
+def gradients_of(monkeypatch):
+    """Collects the steps at which a run calls the step with a gradient."""
+
+    def gradients_of(run):
+        step = run.experiment.step
+        seen = []
+
+        def counted(*given, **named):
+            seen.append(run.step + 1)
+            return step(*given, **named)
+
+        monkeypatch.setattr(run.experiment, "step", counted)
+        return seen
+
+    return gradients_of
+
+
+@pytest.mark.parametrize("static_phases", [None, slow(True)])
+def test_a_skipped_step_computes_no_gradient(
+    opened, gradients_of, static_phases, capsys, tmp_path
+):
+    run = opened(static_phases=static_phases, **PALSGD)
+    computed = gradients_of(run)
+    train(run)
+    assert computed == [t for t in range(1, 13) if t not in SKIPPED]
+    expected, losses = palsgd_by_hand(run)
+    close(raveled(run.state.params), expected)
+    events = log.read(run.folder)["train"]
+    found = sum([event["step_losses"] for event in events], [])
+    assert [t for t, loss in enumerate(found, 1) if loss is None] == SKIPPED
+    close(np.array([loss for loss in found if loss is not None]), np.array(losses))
+    assert [event["step"] for event in events if event["loss"] is None] == [10]
+    assert "warning" not in capsys.readouterr().out
+
+
+def palsgd_by_hand(run):
+    """The equations, with a batch for each gradient: (parameters [W, n], mean losses)."""
+    experiment = run.experiment
+    options = run.config.method
+    rate = learning_rate(run.config.optimizer, run.config.steps)
+    state = experiment.workers.fetch(experiment.init())
+    data = jax.tree.map(jnp.asarray, experiment.workers.fetch(experiment.data))
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], state.params))
+
+    def loss_of(x, rows, key):
+        return experiment.forward.loss(unravel(x), {}, data, rows, key)[0]
+
+    gradient = jax.jit(jax.vmap(jax.value_and_grad(loss_of)))
+    keys_at = jax.vmap(jax.random.fold_in, (0, None))
+    x = raveled(state.params)
+    velocity = np.zeros_like(x)
+    anchor = x.mean(0)
+    outer = np.zeros_like(anchor)
+    losses = []
+    for t in range(1, run.config.steps + 1):
+        now = float(rate(t - 1))
+        if t in SKIPPED:
+            x = x - now * options.pull / options.probability * (x - anchor)
+        else:
+            batch = experiment.workers.fetch(experiment.batch(len(losses)))
+            loss, grads = gradient(x, batch, keys_at(state.key, t - 1))
+            losses.append(float(loss.mean()))
+            velocity = 0.9 * velocity + np.array(grads)
+            x = x - now / (1 - options.probability) * velocity
+        if t % options.period == 0:
+            delta = anchor - x.mean(0)
+            outer = 0.9 * outer + delta
+            anchor = anchor - 0.25 * (0.9 * outer + delta)
+            x = np.broadcast_to(anchor, x.shape)
+    return x, losses
+
+
+def raveled(params):
+    """Parameters of all workers as an array [W, n]."""
+    return np.array(jax.vmap(lambda tree: ravel_pytree(tree)[0])(params))
+
+
+def test_a_run_stopped_at_a_skipped_step_resumes_bit_identically(
+    opened, tmp_path, monkeypatch
+):
+    undisturbed = opened(**PALSGD, run_dir=str(tmp_path / "undisturbed"))
+    assert train(undisturbed).is_good
+    run = opened(**PALSGD)
+    skip = run.experiment.skip
+
+    def stopped(*given, **named):
+        if run.step + 1 == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return skip(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.experiment, "skip", stopped)
+        assert train(run).stopped_by == signal.SIGTERM
+    again = opened(**PALSGD, resume=True)
+    assert again.step == 7 and train(again).is_good
+    tiny.assert_equal_to_the_bit(again.state, undisturbed.state)
+    events = [log.read(each.folder)["train"] for each in (again, undisturbed)]
+    losses = [[(e["step"], e["step_losses"]) for e in found] for found in events]
+    assert losses[0] == losses[1]
+    average = undisturbed.buffer.recent.average
+    np.testing.assert_array_equal(again.buffer.recent.average, average)
 
 
 # Stopping

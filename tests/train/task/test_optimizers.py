@@ -35,6 +35,19 @@ def test_every_optimizer_descends(name):
     assert 5 > first > second
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_counts_steps_without_a_gradient(name):
+    """The rate is 0 at the third step, which takes the second gradient."""
+    rate = optax.piecewise_constant_schedule(0.1, {2: 0.0})
+    options = OptimizerConfig(name, weight_decay=0.5)
+    tx = optimizers.make(options, rate)
+    x, gradient = jnp.ones([2, 2]), jnp.ones([2, 2])
+    _, state = tx.update(gradient, tx.init(x), x)
+    next_update, _ = tx.update(gradient, state, x)
+    after_skip, _ = tx.update(gradient, optimizers.after_a_skip(state), x)
+    assert np.abs(next_update).min() > 0 and not np.abs(after_skip).any()
+
+
 def test_sgd_with_an_l2_penalty_and_nesterov():
     options = OptimizerConfig(
         learning_rate=0.1, momentum=0.5, nesterov=True, weight_decay=1.0
