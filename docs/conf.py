@@ -72,6 +72,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"lsgd_jax {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = [("search.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
@@ -166,8 +167,9 @@ def lead_elsewhere(app, docname, source):
 
 def index_other_names(app, docname, source):
     """Makes the words of "Also called: ..." index entries, which a search ranks first."""
-    found = re.search(r"^Also called: ((?:.|\n)*?)\.$", source[0], re.MULTILINE)
+    found = re.search(r"^<!-- Also called: (.*?) -->\n", source[0], re.MULTILINE | re.DOTALL)
     if found:
+        source[0] = source[0].replace(found[0], "")
         names = " ".join(found[1].split()).split(", ")
         names += [name.replace("-", " ") for name in names if "-" in name]
         entries = "\n".join(f"   ! single: {name}" for name in names)

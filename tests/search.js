@@ -15,7 +15,7 @@ const context = vm.createContext({
   _ready: () => {},
 });
 context.window = context;
-const scripts = ["language_data", "scorer", "searchtools"];
+const scripts = ["language_data", "scorer", "searchtools", "search"];
 const files = scripts.map((name) => `_static/${name}.js`);
 for (const file of [...files, "searchindex.js"])
   vm.runInContext(fs.readFileSync(`${site}/${file}`, "utf8"), context);

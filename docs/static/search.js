@@ -1,0 +1,41 @@
+// Questions find pages, too. Words that only ask are left out. A page whose other names hold
+// the rest comes first, and then pages with all words. If there are none, pages with some of
+// them: rare words count more than frequent ones.
+if (typeof Search !== "undefined") {
+  const asking =
+    "am any are can could did do does each get give got had has have how if its may me my need " +
+    "one our should so than that them there use using we what when where which who why " +
+    "will with work works would you your";
+  asking.split(" ").forEach((word) => stopwords.add(word));
+
+  // The longest of the pages' other names in a query that is no part of such a name.
+  const nameIn = (query) => {
+    const names = Object.keys(Search._index.indexentries);
+    if (names.some((name) => name.includes(query))) return query;
+    const within = names.filter((name) => ` ${query} `.includes(` ${name} `));
+    return within.sort((a, b) => b.length - a.length)[0] || query;
+  };
+
+  const perform = Search._performSearch;
+  Search._performSearch = (query, ...terms) => {
+    const words = splitQuery(query.toLowerCase().trim());
+    const rest = words.filter((word) => word.length > 1 && !stopwords.has(word));
+    return perform(rest.length ? nameIn(rest.join(" ")) : query, ...terms);
+  };
+
+  const withAll = Search.performTermsSearch;
+  Search.performTermsSearch = (words, excluded) => {
+    const found = withAll(words, excluded);
+    if (found.length || words.size < 2) return found;
+    const pages = new Map();
+    for (const word of words) {
+      const results = withAll(new Set([word]), excluded);
+      for (const result of results) {
+        const [page, , , , score] = result;
+        const before = pages.has(page) ? pages.get(page)[4] : 0;
+        pages.set(page, result.with(4, before + score / Math.sqrt(results.length)));
+      }
+    }
+    return [...pages.values()];
+  };
+}
