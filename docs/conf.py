@@ -167,7 +167,7 @@ def lead_elsewhere(app, docname, source):
 
 def index_other_names(app, docname, source):
     """Makes the words of "Also called: ..." index entries, which a search ranks first."""
-    found = re.search(r"^<!-- Also called: (.*?) -->\n", source[0], re.MULTILINE | re.DOTALL)
+    found = re.search(r"^<!-- Also called: (.*?) -->\n", source[0], re.M | re.S)
     if found:
         source[0] = source[0].replace(found[0], "")
         names = " ".join(found[1].split()).split(", ")

@@ -8,20 +8,20 @@ if (typeof Search !== "undefined") {
     "will with work works would you your";
   asking.split(" ").forEach((word) => stopwords.add(word));
 
-  // The longest of the pages' other names in a query that is no part of such a name.
-  const nameIn = (query) => {
+  // The query, or the part of it by which pages are called, too.
+  const named = (query) => {
     const names = Object.keys(Search._index.indexentries);
-    if (names.some((name) => name.includes(query))) return query;
-    const within = names.filter((name) => ` ${query} `.includes(` ${name} `));
+    const words = splitQuery(query.toLowerCase().trim());
+    const all = words.join(" ");
+    const rest = words.filter((word) => !stopwords.has(word)).join(" ");
+    for (const part of [all, rest])
+      if (part && names.some((name) => name.includes(part))) return part;
+    const within = names.filter((name) => ` ${rest} `.includes(` ${name} `));
     return within.sort((a, b) => b.length - a.length)[0] || query;
   };
 
   const perform = Search._performSearch;
-  Search._performSearch = (query, ...terms) => {
-    const words = splitQuery(query.toLowerCase().trim());
-    const rest = words.filter((word) => word.length > 1 && !stopwords.has(word));
-    return perform(rest.length ? nameIn(rest.join(" ")) : query, ...terms);
-  };
+  Search._performSearch = (query, ...terms) => perform(named(query), ...terms);
 
   const withAll = Search.performTermsSearch;
   Search.performTermsSearch = (words, excluded) => {
