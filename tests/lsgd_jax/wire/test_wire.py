@@ -14,6 +14,7 @@ from harness import close, exchanged, exchanges, mostly_slow, train
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
+from lsgd_jax._src import trees
 from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.wire import narrow_sums, packing
 from lsgd_jax._src.wire.codec import Codec
@@ -242,16 +243,22 @@ def test_the_first_exchange_rounds_differences_and_not_values(method, format, be
     close(others[format], others["float32"], atol=largest / levels)
 
 
-def test_equal_starts_are_found_without_sending_them():
-    tx = lj.local_sgd(2, wire="int8")
+@pytest.mark.parametrize(
+    "tx", [lj.local_sgd(2, wire="int8"), lj.diloco(2)], ids=["reference", "anchor"]
+)
+def test_equal_starts_are_found_without_sending_them(tx):
     workers = lj.Workers(2, 2)
     init = workers.map(tx.init)
     x = workers.replicate({"w": jnp.arange(900.0), "b": jnp.ones([])})
     fingerprint = 8
     assert exchanges(init.lower(x).compile().as_text()) == (fingerprint, [])
     outside = lj.outer(tx).init({"w": jnp.arange(900.0), "b": jnp.ones([])})
-    found = init(x).pulls[0].wire.reference
-    chex.assert_trees_all_equal(found, outside.exchange.pulls[0].wire.reference)
+    found = init(x).pulls[0]
+    expected = outside.exchange.pulls[0]
+    chex.assert_trees_all_equal(
+        (trees.in_common(found.rule), found.wire and found.wire.reference),
+        (trees.in_common(expected.rule), expected.wire and expected.wire.reference),
+    )
 
 
 SHARED = [
