@@ -235,7 +235,7 @@ def all_finite(tree: Tree) -> Array:
     axes = known_axes()
 
     def everywhere(tree: Tree) -> Array:
-        finite = list(map(is_all_finite, jax.tree.leaves(tree)))
+        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
         if not finite:
             return jnp.int8(1)
         # A sort finds the minimum, because XLA fuses nothing across it; see `materialized`.
@@ -243,15 +243,6 @@ def all_finite(tree: Tree) -> Array:
         return lax.pmin(lowest, axes) if axes else lowest
 
     return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
-
-
-def is_all_finite(x: Array) -> Array:
-    """Whether all elements of an array are finite: max |x| < inf, a bool scalar.
-
-    A maximum with a nan is nan. On CPUs it takes half the time of `jnp.isfinite(x).all()`,
-    for which XLA writes down a bool for each element.
-    """
-    return jnp.max(jnp.abs(x), initial=0) < jnp.inf
 
 
 def has_headroom(tree: Tree) -> Array:
