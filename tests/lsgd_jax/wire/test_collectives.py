@@ -200,7 +200,8 @@ EXCHANGES = {
     "sparse": (lj.contrib.sparse_diloco(1), ["all-gather"]),
     "peers in int8": (lj.sgp(wire="int8"), ["collective-permute"]),
 }
-COUNTED = [(name, leaves) for name in EXCHANGES for leaves in (1, 12, 200)]
+COUNTED = [(name, leaves) for name in EXCHANGES for leaves in (1, 12)]
+COUNTED += [("float32", 200), ("int8", 200)]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_an_exchange_has_as_many_messages_for_any_number_of_leaves(
     def leaf(i):
         is_large = leaves <= 12 and i % 4 == 0
         dtype = jnp.bfloat16 if i == 7 else jnp.float32
-        return jnp.ones([8, PACKED_BELOW // 8 + 1] if is_large else [33], dtype)
+        return jnp.ones([8, PACKED_BELOW // 8 + 1] if is_large else [500], dtype)
 
     start = {f"{i:03}": leaf(i) for i in range(leaves)}
     params = workers.replicate(start)
