@@ -8,7 +8,9 @@ from harness import COLLECTIVE, mostly_slow
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
+from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.wire import narrow_sums
+from lsgd_jax._src.wire.carried import Joint, _place
 from lsgd_jax._src.wire.packing import PACKED_BELOW
 
 
@@ -229,6 +231,38 @@ def test_an_exchange_has_as_many_messages_for_any_number_of_leaves(
     text = step.lower(params, state).compile().as_text()
     found = [each.strip(" (") for each in COLLECTIVE.findall(text)]
     assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("leading", [0, 1])
+def test_leaves_of_all_dtypes_lie_side_by_side_bit_by_bit(platform, leading):
+    """A collective may add leading axes, and leaves the last one alone."""
+    rng = np.random.default_rng(0)
+
+    def of_random_bits(dtype, *shape):
+        size = np.prod(shape) * np.dtype(dtype).itemsize
+        return jnp.asarray(np.frombuffer(rng.bytes(size), dtype).reshape(shape))
+
+    tree = {
+        "codes": of_random_bits(np.int8, 3, 5),
+        "half": of_random_bits(jnp.bfloat16, 3, 2, 3),
+        "scales": of_random_bits(np.float32, 3),
+        "empty": jnp.zeros([3, 0], np.uint16),
+        "flags": jnp.array([[True], [False], [True]]),
+        "large": jnp.ones([3, PACKED_BELOW + 1]),
+    }
+    with on_one_device():
+        places = [
+            _place(platform, i, x, leading, False)
+            for i, x in enumerate(jax.tree.leaves(tree))
+        ]
+    joint = Joint(tree, places, leading)
+    arrays = joint.arrays(tree)
+    assert len(arrays) == {"cpu": 1, "gpu": 2, "tpu": 6}[platform]
+    found = joint.tree([jnp.stack([x, x]) for x in arrays])
+    for name, x in tree.items():
+        for row in found[name]:
+            assert row.dtype == x.dtype and row.tobytes() == x.tobytes()
 
 
 def test_a_coordinatewise_rule_takes_two_messages():
