@@ -216,7 +216,7 @@ def test_programs_on_ray_come_crash_and_come_back(on_ray, tmp_path, method):
     first, crashing, third = programs = [begin(0), begin(1, crash=20), begin(2)]
     try:
         assert crashing.wait(100) == 3
-        back = begin(1, steps=60)  # under the same rank
+        back = begin(1, steps=200)  # under the same rank
         programs.append(back)
         assert int(back.communicate(timeout=100)[0]) > 5 and back.returncode == 0
         stop.touch()
