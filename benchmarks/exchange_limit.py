@@ -33,7 +33,8 @@ BASE = f"digits --workers.nodes {PROCESSES} --workers.locals 1".split()
 BLOCK = 256
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / BLOCK, "int4": 0.5 + 4 / BLOCK}
 COLLECTIVE = re.compile(
-    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+    r" = (?P<made>\(.*?\)|\S+) "
+    r"(?P<kind>all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
 )
 
 
@@ -46,15 +47,12 @@ def network() -> dict[str, Any]:
     return tree
 
 
-def operands(text: str) -> int:
-    """The number of messages of a compiled program; a collective may have several."""
+def messages(text: str) -> int:
+    """The messages of a compiled program, one after the other; a sum may have several."""
     found = 0
-    for line in text.splitlines():
-        if COLLECTIVE.search(line):
-            made = line.split(" = ", 1)[1]
-            is_tuple = made.startswith("(")
-            shapes = made[: made.index(") ")] if is_tuple else ""
-            found += max(1, len(re.findall(r"\w\[", shapes)))
+    for made, kind in COLLECTIVE.findall(text):
+        buffers = len(re.findall(r"\w\[", made))
+        found += buffers if kind == "all-reduce" else 1
     return found
 
 
@@ -85,8 +83,8 @@ def work(options: argparse.Namespace) -> None:
         if session.is_main:
             least = min(seconds[1:])
             ratio = f"{least / limit:.2f}" if limit else "–"
-            messages = operands(step.as_text())
-            row(wire, messages, f"{sent / 1e6:.1f}", f"{least:.2f}", f"{limit:.2f}", ratio)
+            count_of = messages(step.as_text())
+            row(wire, count_of, f"{sent / 1e6:.1f}", f"{least:.2f}", f"{limit:.2f}", ratio)
 
 
 def main() -> None:
