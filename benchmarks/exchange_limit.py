@@ -20,18 +20,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from limited_hosts import add_options, bits_of, join, limited_hosts
+from limited_hosts import add_options, bits_of, join, run_limited
 from usage import head, parser, row
 
 import lsgd_jax as lj
+from train.planning.links import WIRES
 from train.run import cli
 
 
 PROCESSES = 4
 WIDTHS = [784, *[1024] * 5, 10]  # of the layers of a network
 BASE = f"digits --workers.nodes {PROCESSES} --workers.locals 1".split()
-BLOCK = 256
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / BLOCK, "int4": 0.5 + 4 / BLOCK}
+BYTES = {"bfloat16": 2.0} | {wire: WIRES[wire] for wire in ("float32", "int8", "int4")}
 COLLECTIVE = re.compile(
     r" = (?P<made>\(.*?\)|\S+) "
     r"(?P<kind>all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
@@ -98,10 +98,7 @@ def main() -> None:
     options = words.parse_args()
     if options.worker is not None:
         return work(options)
-    with limited_hosts(PROCESSES, options.rate) as hosts:
-        with hosts.run_again() as processes:
-            failed = [process.wait() for process in processes]
-    sys.exit(max(failed))
+    sys.exit(run_limited(PROCESSES, options.rate))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,13 @@ class Hosts:
                 process.kill()
 
 
+def run_limited(count: int, rate: str) -> int:
+    """Runs this program on `limited_hosts`, and returns the highest of their statuses."""
+    with limited_hosts(count, rate) as hosts:
+        with hosts.run_again() as processes:
+            return max(process.wait() for process in processes)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options by which `run_again` tells a program its host."""
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)

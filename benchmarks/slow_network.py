@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from limited_hosts import add_options, join, limited_hosts
+from limited_hosts import add_options, join, run_limited
 from usage import head, parser, row
 
 import lsgd_jax as lj
@@ -138,10 +138,7 @@ def main() -> None:
     options = words.parse_args()
     if options.worker is not None:
         return work(options)
-    with limited_hosts(PROCESSES, options.rate) as hosts:
-        with hosts.run_again() as processes:
-            failed = [process.wait() for process in processes]
-    sys.exit(max(failed))
+    sys.exit(run_limited(PROCESSES, options.rate))
 
 
 if __name__ == "__main__":

@@ -24,26 +24,28 @@ def carried(
     tree: Tree,
     leading: int = 0,
     adds: bool = False,
-    keeps: bool = True,
+    joins_on_tpus: bool = True,
 ) -> Tree:
     """Applies a collective to the leaves of a tree, in as few calls as pays.
 
     On CPUs all leaves travel in one array, on GPUs all but large ones of 32 bits, which XLA
-    joins by itself, and on TPUs only small ones of one dtype that come back in their
-    shapes. Where arrays may be sharded each leaf travels by itself, because joining them
-    would gather the shards.
+    joins by itself, on TPUs at most small ones of one dtype. Where arrays may be sharded
+    each leaf travels by itself, because joining them would gather the shards.
 
     Args:
       collective: from an array to an array, whose last axis it leaves alone.
       tree: arrays.
       leading: the number of their leading axes that mean something to the collective.
       adds: whether it adds up, so that each array must be of one dtype.
-      keeps: whether what comes back has the shapes of the leaves.
+      joins_on_tpus: whether small leaves of one dtype share an array on TPUs, too.
     """
     leaves = jax.tree.leaves(tree)
 
     def places(platform: str) -> list[Hashable]:
-        return [_place(platform, i, x, leading, adds, keeps) for i, x in enumerate(leaves)]
+        return [
+            _place(platform, i, x, leading, adds, joins_on_tpus)
+            for i, x in enumerate(leaves)
+        ]
 
     def on(platform: str) -> Callable[[Tree], Tree]:
 
@@ -59,7 +61,7 @@ def carried(
 
 
 def _place(
-    platform: str, i: int, leaf: Array, leading: int, adds: bool, keeps: bool
+    platform: str, i: int, leaf: Array, leading: int, adds: bool, joins_on_tpus: bool
 ) -> Hashable:
     """The array in which the i-th leaf travels: leaves of equal places share one."""
     by_itself = i
@@ -70,7 +72,7 @@ def _place(
     if may_be_sharded():
         return by_itself if leaf.ndim > leading else by_dtype
     if platform == "tpu":
-        return by_itself if is_large or not keeps else by_dtype
+        return by_itself if is_large or not joins_on_tpus else by_dtype
     if platform == "gpu" and is_large and leaf.dtype.itemsize >= 4:
         return by_itself
     return by_dtype if adds else "together"

@@ -92,7 +92,7 @@ class MeshChannel:
             rows = functools.reduce(lax.all_gather, names, x)
             return rows.reshape(self.size, *x.shape)
 
-        return carried(stacked, tree, keeps=False)
+        return carried(stacked, tree, joins_on_tpus=False)
 
     def transpose(self, tree: Tree) -> Tree:
         """Row i of worker j becomes row j of worker i: leaves [size, ...] in and out."""
@@ -107,7 +107,7 @@ class MeshChannel:
                     rows = lax.all_to_all(rows, names, d, d, tiled=True)
             return rows.reshape(x.shape)
 
-        return carried(transposed, tree, leading=1, keeps=False)
+        return carried(transposed, tree, leading=1, joins_on_tpus=False)
 
     def scatter(self, tree: Tree) -> Tree:
         """This worker's row of the sum of all trees: leaves [size, ...] to [...]."""
@@ -118,7 +118,7 @@ class MeshChannel:
                 x = lax.psum_scatter(x, names, tiled=True) if names else x
             return x
 
-        rows = carried(scattered, tree, leading=1, adds=True, keeps=False)
+        rows = carried(scattered, tree, leading=1, adds=True, joins_on_tpus=False)
         return jax.tree.map(lambda x: x[0], rows)
 
     def add(self, tree: Tree) -> Tree:

@@ -253,7 +253,7 @@ def test_leaves_of_all_dtypes_lie_side_by_side_bit_by_bit(platform, leading):
     }
     with on_one_device():
         places = [
-            _place(platform, i, x, leading, adds=False, keeps=True)
+            _place(platform, i, x, leading, adds=False, joins_on_tpus=True)
             for i, x in enumerate(jax.tree.leaves(tree))
         ]
     joint = Joint(tree, places, leading)
