@@ -661,50 +661,18 @@ def cluster(kind):
     return aot.gpu("h100", hosts=2, each=4)
 
 
-# By form and method (the first pattern that fits): temporaries of a due step beyond those
-# of a step without an exchange, as a multiple of the parameters; bytes that leave a slice
-# or host, as a multiple of what `lj.diagnostics` says; seconds of XLA. They are a fifth
-# above what the compilers said, and docs/pods.md says which of them should be lower. Leaves
-# of this model are small, and shards of 128 x 32 elements are padded to 128 x 128 on TPUs.
-GRAPHS = "pairwise.*|gosgd|adpsgd|sgp.*|osgp.*|dpsgd"
-LIMITS = {
-    r"workers.* sparse_diloco": (6.0, 1.3, 120),
-    r"workers.* sparta": (10.0, 1.3, 120),
-    rf"workers.* ({GRAPHS})": (6.0, 1.1, 60),
-    r"workers.* noloco.*": (7.5, 1.1, 60),
-    r"workers.* (desloc|post_local_sgd|diloco.radial)": (8.0, 1.1, 60),
-    r"workers.* wagma.*": (5.2, 1.1, 60),
-    # Each device works on 1/W of the coordinates of all workers.
-    r"workers.* (coordinate_median|licm|robust.*|cge.*)": (4.0, 1.1, 60),
-    r"workers-gpu (diloco|slowmo)\+int8": (3.4, 1.1, 60),
-    r"workers.* .*(streaming|layers)": (4.0, 1.1, 120),
-    r"workers.* .*": (4.4, 1.1, 60),
-    # XLA for TPUs of jax 0.12 sorts the chunks of all shards on each device.
-    r"replicas-tpu sparse_diloco": (130.0, 9.0, 120),
-    # XLA for GPUs gathers shards that are sorted or sent to a random peer.
-    r"replicas-gpu sparse_diloco": (40.0, 80.0, 120),
-    r"replicas-gpu noloco.*": (30.0, 4.4, 60),
-    r"replicas.* (sparse_diloco|sparta|robust.*)": (40.0, 9.0, 120),
-    rf"replicas.* ({GRAPHS}|noloco|wagma|diloco.radial)": (30.0, 3.5, 60),
-    r"replicas.* (wagma|noloco)\+.*": (27.0, 2.4, 60),
-    # Norms of each leaf that cannot overflow take three sums.
-    r"replicas-tpu grawa.layers\+int8": (30.0, 2.4, 60),
-    r"replicas-tpu grawa.layers": (22.0, 1.1, 60),
-    r"replicas.* .*layers\+int8": (26.0, 2.4, 60),
-    # A gather under a vmap counts the message of both workers, and bfloat16 travels wide.
-    r"replicas.* .*(bfloat16|int8|int4|stochastic).*": (15.0, 2.4, 60),
-    r"replicas.* .*layers": (20.0, 1.1, 60),
-    r"replicas.* .*": (13.0, 1.1, 60),
-}
+# By form and method, as the compilers of jax 0.12.0.1 gave them (`measure` writes it anew):
+# temporaries of a due step beyond those of a step without an exchange, as a multiple of the
+# parameters, and bytes that leave a slice or host, as a multiple of what `lj.diagnostics`
+# says. Leaves of this model are small, and shards of 128 x 32 elements are padded to
+# 128 x 128 on TPUs; docs/pods.md says which of the figures should be lower.
+TABLE = pathlib.Path(__file__).parent / "measured_on_pods.json"
+MEASURED = json.loads(TABLE.read_text())
+TOLERANCE = 1.25
 SLACK = 16_384  # bytes of scores, counts and scales, and of padding
 
 
-def limits(form, name):
-    row = f"{form} {name}"
-    return next(limit for pattern, limit in LIMITS.items() if re.fullmatch(pattern, row))
-
-
-SHAPES = {f"small{i}": (128, 128) for i in range(24)} | {
+SHAPES = {f"small{i}": (128, 128) for i in range(8)} | {
     f"large{i}": (512, 512) for i in range(2)
 }
 PARAMETERS = sum(map(np.prod, SHAPES.values()))
@@ -838,55 +806,72 @@ FORMS = {
     "workers-gpu": (on_workers, "gpu", 1),
     "replicas-gpu": (on_replicas, "gpu", 4),
 }
-PULLS = [name for name, method in METHODS.items() if exchange_in(method, 2) is not None]
-CASES = [
-    (form, name)
-    for form, (make, *_) in FORMS.items()
-    for name in (METHODS if make is on_workers else PULLS)
-]
-# The stage in .ci/run compiles each method once per form; other wire formats are slow.
-WIRES = {"lsgd+int8", "local_sgd+stochastic", "diloco+int8", "easgd+bfloat16", "sgp+int4"}
-
-
-# So are rows whose exchange is that of another row, and on GPUs long ones of two kinds.
+# Their exchanges are those of another row.
 ALIKE = "easgd_combine osgp_delayed pairwise_clock pairwise_loss cge_decay".split()
-LONG = ("lsgd_streaming", "grawa+layers")
 
 
-def is_short(form, name):
-    wire = re.search(r"\+(bfloat16|int8|int4|stochastic)", name)
-    once = name not in ALIKE and not (form == "workers-gpu" and name in LONG)
-    return form != "replicas-gpu" and once and (wire is None or name in WIRES)
+def test_every_method_is_compiled_for_pods():
+    wire = re.compile(r"\+(bfloat16|int8|int4|stochastic)")
+    missing = METHODS.keys() - {*ALIKE} - MEASURED["workers-tpu"].keys()
+    assert not [name for name in missing if not wire.search(name)]
+
+
+def due(form, name):
+    """The phase of a due step, its program, and the bytes that its pulls say cross."""
+    make, kind, shards = FORMS[form]
+    W = 8 // shards
+    loud = [x for x in make(kind, name).items() if x[0] is None or not x[0].is_quiet]
+    ((phase, program),) = loud
+    sends = payloads(name, W, chained=phase is None)
+    if phase is not None:
+        sends = [sends[i] for i in phase.sends]
+    said = sum(each for each, axes in sends if "node" in axes) * PARAMETERS / shards
+    return phase, program, said
+
+
+def ratios(form, name):
+    """What `MEASURED` has: temporaries / parameters, bytes that cross / bytes said."""
+    make, kind, shards = FORMS[form]
+    (base,) = make(kind, "").values()
+    _, program, said = due(form, name)
+    temporaries = program.memory.temporaries - base.memory.temporaries
+    return temporaries / (4 * PARAMETERS / shards), program.across / max(said, 1)
+
+
+def measure():
+    """Writes the table of all rows anew, with the compilers of this environment."""
+    forms = []
+    for form, names in MEASURED.items():
+        rows = []
+        for name in names:
+            temporaries, across = ratios(form, name)
+            rows.append(f'  "{name}": [{temporaries:.2f}, {across:.3f}]')
+        body = ",\n".join(rows)
+        forms.append(f' "{form}": {{\n{body}\n }}')
+    TABLE.write_text("{\n" + ",\n".join(forms) + "\n}\n")
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    "form, name", mostly_slow(CASES, fast=[case for case in CASES if is_short(*case)])
+    "form, name", [(form, name) for form, names in MEASURED.items() for name in names]
 )
 def test_a_method_on_a_pod(form, name):
     make, kind, shards = FORMS[form]
-    W, unit = 8 // shards, cluster(kind).unit
-    method = method_of(name, W)
-    temporaries, factor, seconds = limits(form, name)
-    (base,) = make(kind, "").values()
-    for phase, program in make(kind, name).items():
+    quiet = [x for phase, x in make(kind, name).items() if phase and phase.is_quiet]
+    crossing = [x for program in quiet for x in program.collectives if x.crosses]
+    assert not crossing, f"a quiet step sends across {cluster(kind).unit}s: {crossing}"
+    phase, program, said = due(form, name)
+    if phase is None and method_of(name, 8).due > 1:
         crossing = [x for x in program.collectives if x.crosses]
-        if phase is not None and phase.is_quiet:
-            assert not crossing, f"a quiet step sends across {unit}s: {crossing}"
-            continue
-        if phase is None and method.due > 1:
-            assert all(x.conditional for x in crossing), "a silent step sends"
-        sends = payloads(name, W, chained=phase is None)
-        if phase is not None:
-            sends = [sends[i] for i in phase.sends]
-        said = sum(each for each, axes in sends if "node" in axes) * PARAMETERS / shards
-        assert program.across <= factor * said + SLACK, f"{program.across / said:.2f} times"
-        assert said == 0 or program.across > 0
-        if shards > 1:  # all that a worker sends goes to another slice
-            assert program.across >= said / factor - SLACK, f"{program.across / said:.2f}"
-        more = program.memory.temporaries - base.memory.temporaries
-        assert more <= temporaries * 4 * PARAMETERS / shards, f"{more / PARAMETERS / 4:.2f}"
-        assert program.compile_seconds <= seconds
+        assert all(x.conditional for x in crossing), "a silent step sends"
+    temporaries, factor = MEASURED[form][name]
+    more, across = ratios(form, name)
+    assert more <= TOLERANCE * temporaries + SLACK / (4 * PARAMETERS / shards)
+    assert program.across <= TOLERANCE * factor * said + SLACK, f"{across:.3f}"
+    assert said == 0 or program.across > 0
+    if shards > 1:  # all that a worker sends goes to another slice
+        least = said / (TOLERANCE * max(factor, 1))
+        assert program.across >= least - SLACK, f"{across:.3f}"
 
 
 @pytest.mark.aot

@@ -116,7 +116,7 @@ class Joint:
                 arrays += own
                 continue
             unit = self._unit(members)
-            runs = [bits(x.reshape(*x.shape[: self._leading], -1), unit) for x in own]
+            runs = [in_units(x.reshape(*x.shape[: self._leading], -1), unit) for x in own]
             arrays.append(jnp.concatenate(runs, axis=-1))
         return arrays
 
@@ -158,7 +158,7 @@ def units(dtype: Any, unit: Any) -> int:
     return dtype.itemsize // unit.itemsize
 
 
-def bits(x: Array, unit: Any) -> Array:
+def in_units(x: Array, unit: Any) -> Array:
     """The bits of an array [..., n] as an array [..., m] of units."""
     if x.dtype == unit:
         return x
@@ -169,7 +169,7 @@ def bits(x: Array, unit: Any) -> Array:
 
 
 def elements(bits: Array, unit: Any, dtype: Any) -> Array:
-    """The inverse of `bits`, an array [..., n] of a dtype."""
+    """The inverse of `in_units`, an array [..., n] of a dtype."""
     if dtype == unit:
         return bits
     if dtype == jnp.bool:
