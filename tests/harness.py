@@ -316,6 +316,10 @@ FORMATS = ("bfloat16", "int8", "int4", "stochastic", "int8_across")
 RULES = [name for name in METHODS if name in KINDS or not name.endswith(FORMATS)]
 # For properties that have nothing to do with formats.
 EXACT_KINDS = [name for name in KINDS if not name.endswith(FORMATS)]
+# Those whose messages differ most, for what a row takes seconds to show.
+UNLIKE = (
+    "lsgd diloco_streaming sparse_diloco robust+pull sgp wagma licm diloco+int4 sgp+int8"
+).split()
 # The rows of both that are tested by default.
 FAST = "lsgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
 

@@ -128,10 +128,8 @@ def test_numbers_are_those_of_unsharded_workers(method, grid):
 
 
 NARROW = {
-    "lsgd": lambda wire: lj.lsgd(0.3, 0.2, 2, 3, wire=wire),
     "diloco": lambda wire: lj.diloco(period=3, wire=wire),
     "sgp": lambda wire: lj.sgp(wire=wire),
-    "wagma": lambda wire: lj.wagma(wire=wire),
 }
 
 
@@ -414,13 +412,10 @@ ONES = {
     "out": P("fsdp", "tensor"),
 }
 KINDS = {"inside": None, "automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-# Two methods for each kind of axes; every method runs in shards above.
+# A method for each kind of axes; every method runs in shards above.
 WITH_ONES = [
-    ("lsgd", "inside"),
     ("krum", "inside"),
-    ("grawa", "automatic"),
     ("fragments", "automatic"),
-    ("diloco", "explicit"),
     ("int8", "explicit"),
 ]
 

@@ -13,6 +13,7 @@ from harness import (
     KINDS,
     METHODS,
     RULES,
+    UNLIKE,
     Run,
     check_found_by_optax,
     close,
@@ -50,7 +51,7 @@ def rows(tree, keep):
 COMPLEX = ["easgd_combine", "diloco+int4", "robust+krum"]
 
 
-@of_each([*COMPLEX[:1], *KINDS, *COMPLEX[2:]], fast=COMPLEX[1:])
+@of_each([*COMPLEX[:1], *UNLIKE, *COMPLEX[2:]], fast=COMPLEX[1:])
 def test_a_complex_leaf_is_exchanged_as_its_two_parts(name):
     """Bit-identically, also where only one part of a worker's number is not finite."""
     draw = np.random.default_rng(0).normal
@@ -100,7 +101,7 @@ def test_one_worker_is_the_base_optimizer(name):
 
 
 # Oracles take turns on 8, 4, 2 and 1 devices.
-@of_each(KINDS, fast=["diloco+int4"])
+@of_each(UNLIKE, fast=["diloco+int4"])
 def test_numbers_do_not_depend_on_the_devices(name):
     """One worker per device, against four workers per device with a split node axis."""
     one, other = (run_of(name, 4, 2, devices).trained[0] for devices in (8, 2))
@@ -109,12 +110,12 @@ def test_numbers_do_not_depend_on_the_devices(name):
     check_comes_together(name, one)
 
 
-# Beside the kinds, the other graphs.
+# The other graphs.
 ODD = ("dpsgd", "adpsgd", "gosgd", "pairwise_clock")
 
 
 # By default elections, and a grid that is refused.
-@of_each([*KINDS, *ODD], fast=["lsgd", "wagma"])
+@of_each([*UNLIKE, *ODD], fast=["lsgd", "wagma"])
 def test_one_node_one_local_worker_and_odd_numbers_of_workers(name):
     grids = ((1, 5, 5), (5, 1, 5))
     if 5 in METHODS[name].refuses:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import KINDS, METHODS, Run, exchanged, in_turn, mostly_slow
+from harness import METHODS, UNLIKE, Run, exchanged, in_turn, mostly_slow
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -178,7 +178,7 @@ def test_a_copy_inside_a_worker_that_differs_takes_what_most_devices_hold(flip, 
             np.testing.assert_array_equal(shard.data, right[shard.index])
 
 
-VERIFIED = [n for n in KINDS if not (METHODS[n].first or METHODS[n].around)]
+VERIFIED = [name for name in UNLIKE if not METHODS[name].first]
 
 
 @pytest.mark.slow

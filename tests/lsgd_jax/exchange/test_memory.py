@@ -58,7 +58,13 @@ def train(tx, grid, reload_at=None):
 
 
 PAIRED = [("diloco", "a worker per device")]
-COMBINED = [(name, grid) for grid in GRIDS for name in KEPT]
+COMBINED = [
+    *PAIRED,
+    ("diloco_streaming+int8", "two workers per device"),
+    ("diloco_streaming+int8", "sharded workers"),
+    ("easgd+int8", "a worker per device"),
+    ("lsgd+int8", "sharded workers"),
+]
 
 
 @pytest.mark.parametrize("name, grid", mostly_slow(COMBINED, fast=PAIRED))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import EXACT_KINDS, METHODS, exchanges
+from harness import METHODS, UNLIKE, exchanges
 
 import lsgd_jax as lj
 from lsgd_jax._src.layouts import on_one_device
@@ -59,8 +59,7 @@ PULLS = {
 
 def methods_that_pull():
     """A method of each kind whose phases are known, besides those of `PULLS`."""
-    kinds = [*EXACT_KINDS, "sgp+int8"]
-    made = {name: METHODS[name].make(4) for name in kinds if not METHODS[name].first}
+    made = {name: METHODS[name].make(4) for name in UNLIKE if not METHODS[name].first}
     return [
         pytest.param(name, marks=pytest.mark.slow)
         for name, tx in made.items()

@@ -10,8 +10,8 @@ import optax
 import pytest
 from harness import (
     EXACT_KINDS,
+    KINDS,
     METHODS,
-    RULES,
     in_turn,
     mostly_slow,
     of_each,
@@ -153,7 +153,7 @@ def test_an_outer_optimizer_whose_squares_overflow_drops_one_exchange(name):
 
 
 @of_each(
-    [name for name in RULES if not METHODS[name].first],
+    [name for name in KINDS if not METHODS[name].first],
     fast=["lsgd", "easgd", "diloco_streaming", "sgp", "diloco+int4"],
 )
 def test_after_a_worker_was_huge_once_exchanges_go_on(name):

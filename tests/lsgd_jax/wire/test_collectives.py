@@ -202,8 +202,8 @@ EXCHANGES = {
     "sparse": (lj.contrib.sparse_diloco(1), ["all-gather"]),
     "peers in int8": (lj.sgp(wire="int8"), ["collective-permute"]),
 }
-COUNTED = [(name, leaves) for name in EXCHANGES for leaves in (1, 12)]
-COUNTED += [("float32", 200), ("int8", 200)]
+COUNTED = [(name, 12) for name in EXCHANGES]
+COUNTED += [("int8", 1), ("float32", 200), ("int8", 200)]
 
 
 @pytest.mark.parametrize(
