@@ -41,7 +41,6 @@ import jax
 
 from train.cluster import rendezvous
 from train.cluster.session import Session, is_of_xla
-from train.config import experiments
 from train.config.schema import Config, WorkersConfig
 from train.metrics import progress, tables
 from train.metrics.quantities import duration, number, size
@@ -52,7 +51,7 @@ from train.planning.measurement import computed, measure
 from train.planning.options import PROGRAM, PlanOptions
 from train.planning.scenario import ALL, INSIDE, Scenario
 from train.planning.table import Table
-from train.process import command, compilation_cache
+from train.process import command, compilation_cache, names
 from train.process.exit_status import SUCCESS, WRONG_USAGE
 from train.process.messages import meant
 from train.run import cli
@@ -167,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, others = cli.run_with_others(PlanOptions, arguments, PROGRAM, __doc__)
         # tyro takes the value of an unknown option for the name of an experiment.
-        if others and options.experiment not in experiments.names():
+        if others and options.experiment not in names.experiments():
             raise ValueError(unknown(others[0]))
         options.check()
         if options.experiment is not None:
