@@ -268,7 +268,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     assert (result.step, result.stopped_by, result.saved) == (5, number, True)
     printed = capsys.readouterr().out
     assert printed.startswith("Workers(") and "stopped at step 5 after" in printed
-    assert f", saved; to resume: python -m train digits --run-dir {run.folder}" in printed
+    assert f"), saved\nto resume: python -m train digits --run-dir {run.folder}" in printed
     again = opened(resume=True)
     assert again.step == 5
     result = train(again)
