@@ -1,15 +1,14 @@
 """python -m paper NAME [--options]: an experiment of the paper. See NAME --help."""
 
 import importlib
+import importlib.util
+import pathlib
 import sys
 from collections.abc import Sequence
 
-import jax
-
-from paper import output
-from train.cluster import devices
-from train.process import command, compilation_cache
-from train.run import cli
+from train.process import command
+from train.process.messages import meant
+from train.process.names import summary
 
 
 # The first line of a module's docstring describes it in --help. Exact experiments define
@@ -33,14 +32,18 @@ def main(arguments: list[str]) -> int:
     if name in ("-h", "--help"):
         print(f"{__doc__}\n")
         for name, module in EXPERIMENTS.items():
-            summary = (importlib.import_module(module).__doc__ or "").partition("\n")[0]
-            print(f"  {name:<20}{summary}")
+            found = importlib.util.find_spec(module)
+            assert found is not None and found.origin is not None
+            print(f"  {name:<20}{summary(pathlib.Path(found.origin))}")
         return 0
     if name not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS)
         rule = f"the experiment must be one of {known}"
-        print(f"error: {rule}, got {name!r}", file=sys.stderr)
+        near = meant(name, EXPERIMENTS)
+        print(f"error: {rule}, got {name!r}{near}", file=sys.stderr)
         return 2
+    from train.process import compilation_cache  # imports jax, which takes seconds
+
     try:
         compilation_cache.use()
         return run(name, arguments[1:])
@@ -57,6 +60,13 @@ def main(arguments: list[str]) -> int:
 
 def run(name: str, arguments: Sequence[str]) -> int:
     """Runs an experiment; an exact one in float64, and writes its results."""
+    # These take seconds, which --help and a typo can do without.
+    import jax
+
+    from paper import output
+    from train.cluster import devices
+    from train.run import cli
+
     module = importlib.import_module(EXPERIMENTS[name])
     try:
         if hasattr(module, "main"):

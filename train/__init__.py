@@ -4,6 +4,7 @@ import logging
 import sys
 from typing import Any
 
+from train.process import names
 from train.process.messages import check_installed
 
 
@@ -16,17 +17,19 @@ PACKAGES = (
 )
 
 
-def _is_command() -> bool:
-    """Whether this import is the start of `python -m train` or `python -m train.NAME`."""
+def _command() -> str | None:
+    """The command `train` or `train.NAME` that Python starts by this import, or None."""
     if sys.argv[:1] != ["-m"]:  # which stands there while Python looks for the module
-        return False
+        return None
     words = (word.removeprefix("-m") for word in sys.orig_argv)
-    return any(word.partition(".")[0] == __name__ for word in words)
+    return next((word for word in words if word.partition(".")[0] == __name__), None)
 
 
-if _is_command():
+_started = _command()
+if _started is not None:
     try:
         check_installed("the trainer", "train", *PACKAGES)
+        names.check(_started, sys.argv[1:])  # a typo need not wait for jax
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -3,11 +3,13 @@
 import signal
 import sys
 
-from train.process import interrupts
+from train.process import command, interrupts, names
 
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # before jax is imported
+    if names.is_general(sys.argv[1:]):
+        sys.exit(command.run(names.main, leaves_files=True))
 
 try:
     from train.cluster import devices, rendezvous
@@ -15,7 +17,7 @@ try:
     from train.config.schema import Config
     from train.data.arrays import DataError
     from train.metrics.log import METRICS
-    from train.process import command, compilation_cache
+    from train.process import compilation_cache
     from train.process.exit_status import (
         CRASHED,
         INTERRUPTED,

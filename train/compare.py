@@ -9,11 +9,14 @@ options:
     --variant "often=--method lsgd --method.local-period 4"
 
 DIR receives a run folder for each run, `compare.png` (test error or validation loss of the
-center against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ±
-standard deviation over the seeds), and `compare.json` (the tests of each seed). The same
-command resumes an interrupted comparison, and tries failed runs again. All methods are
-tried without training before the first one trains. A run that fails later is named in the
-table, and the others go on. The exit status is 1 if a run diverged or failed.
+center against steps, seconds and bytes sent), the table as `compare.csv`, `compare.md` and
+`compare.tex` (mean ± standard deviation over the seeds), and `compare.json` (the tests of
+each seed). Runs with equal seeds see the same data, so the table also has the difference to
+the first method, seed by seed. All methods train with seed 0 first, then with seed 1, ….
+
+The same command resumes an interrupted comparison, and tries failed runs again. All methods
+are tried without training before the first one trains. A run that fails later is named in
+the table, and the others go on. The exit status is 1 if a run diverged or failed.
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ import shlex
 import signal
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -42,6 +46,7 @@ from train.metrics import log as records
 from train.metrics import tables, traffic
 from train.metrics.drawing import plain_numbers, plt, save, subplots
 from train.metrics.measures import ERROR, Measure, of_events
+from train.metrics.quantities import duration
 from train.process import command, compilation_cache
 from train.process.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.process.messages import check_installed, one_line
@@ -291,13 +296,28 @@ def run(
 ) -> ComparisonResults | None:
     """Trains the runs that have not ended. The others go on if one fails.
 
+    All methods train with the first seed, then with the next one: an interrupted comparison
+    has pairs.
+
     Returns:
       The results of all runs, or None if a run was stopped.
     """
     failures: dict[Key, str] = {}
-    for (name, seed), config in configs.items():
-        if config.resume and _has_ended(out / f"{name}-{seed}", config.steps):
-            continue
+    pending: list[Key] = []
+    times: dict[Key, float] = {}
+    for name, seed in sorted(configs, key=lambda key: key[1]):
+        folder = out / f"{name}-{seed}"
+        config = configs[name, seed]
+        if config.resume and _has_ended(folder, config.steps):
+            ended_run = read(folder)
+            times[name, seed] = ended_run.seconds[-1] + ended_run.compile_seconds
+        else:
+            pending.append((name, seed))
+    for position, (name, seed) in enumerate(pending):
+        config = configs[name, seed]
+        if session.is_main:
+            print(announcement(pending[position:], len(configs), times), flush=True)
+        begun = time.monotonic()
         try:
             stopped_by = train(config, session)
         except Exception as error:
@@ -311,10 +331,35 @@ def run(
         if stopped_by not in (None, NONFINITE):
             print(f"stopped; the same command resumes it in {out}", file=sys.stderr)
             return None
+        if not config.resume:  # a part of a run says little about whole ones
+            times[name, seed] = time.monotonic() - begun
     session.wait_for_all()  # the main process has now written all metrics
     ended = [key for key in configs if key not in failures]
     curves = {(name, seed): read(out / f"{name}-{seed}") for name, seed in ended}
     return ComparisonResults(curves, failures)
+
+
+def announcement(pending: Sequence[Key], count: int, times: Mapping[Key, float]) -> str:
+    """Returns the line before a run, with the time that is left if it can be told.
+
+    Args:
+      pending: the runs that have not ended; the first one begins.
+      count: number of all runs.
+      times: seconds of runs that have ended. A run takes as long as others of its method,
+        or as all others if there are none.
+
+    >>> announcement([("sgp", 0), ("lsgd", 1)], 6, {("lsgd", 0): 100.0})
+    'run 5 of 6: sgp-0, about 3.3 min left'
+    """
+    (name, seed), *_ = pending
+    line = f"run {count - len(pending) + 1} of {count}: {name}-{seed}"
+    if not times:
+        return line
+    left = 0.0
+    for name, _ in pending:
+        of_method = [x for (other, _), x in times.items() if other == name]
+        left += statistics.mean(of_method or times.values())
+    return f"{line}, about {duration(left)} left"
 
 
 # Errors of a run that its message explains.
@@ -429,14 +474,57 @@ def summarize(
     return [{column: row.get(column, UNKNOWN) for column in fullest} for row in rows]
 
 
+def with_differences(
+    rows: list[dict[str, Any]], curves: dict[Key, Curve]
+) -> list[dict[str, Any]]:
+    """Adds the difference to the first method: mean ± standard deviation over the seeds.
+
+    Runs with the same seed start from the same parameters and see the same data. Their
+    differences spread less than the runs themselves. Seeds with a run that failed or
+    diverged are left out. With fewer than two seeds in common nothing is added.
+
+    >>> curve = lambda error: Curve([1], [1.0], [8.0], [error])
+    >>> curves = {("lsgd", 0): curve(5.0), ("lsgd", 1): curve(9.0)}
+    >>> curves |= {("sgp", 0): curve(4.0), ("sgp", 1): curve(8.0)}
+    >>> (_, row) = with_differences(summarize(curves), curves)
+    >>> row["test error, %"], row["difference to lsgd, %"]
+    ('6.00 ± 2.83', '-1.00 ± 0.00')
+    """
+    first = rows[0]["method"]
+    measure = measure_of(curves)
+    last = {key: curve.values[-1] for key, curve in curves.items()}
+    last = {key: value for key, value in last.items() if math.isfinite(value)}
+    cells = []
+    for row in rows:
+        of_method = {seed: x for (name, seed), x in last.items() if name == row["method"]}
+        pairs = [
+            x - last[first, seed] for seed, x in of_method.items() if (first, seed) in last
+        ]
+        cell = UNKNOWN
+        if len(pairs) > 1 and row["method"] != first:
+            cell = spread(pairs, measure.digits, sign="+")
+            if len(pairs) < row["seeds"]:
+                cell += f", {len(pairs)} of {row['seeds']} seeds"
+        cells.append(cell)
+    if set(cells) == {UNKNOWN}:
+        return rows
+    column = f"difference to {first}, {measure.unit}"
+    return [{**row, column: cell} for row, cell in zip(rows, cells)]
+
+
 def measure_of(curves: dict[Key, Curve]) -> Measure:
     """The measure of the runs. A run that diverged before its first test lacks it."""
     known = (x.measure for x in curves.values() if any(map(math.isfinite, x.values)))
     return next(known, ERROR)
 
 
-def spread(numbers: Sequence[float], digits: int) -> str:
+def spread(numbers: Sequence[float], digits: int, sign: str = "") -> str:
     """Formats mean ± standard deviation, or the number of runs that diverged (inf).
+
+    Args:
+      numbers: one of each seed.
+      digits: decimal places.
+      sign: '+' to show that of positive means.
 
     >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2), spread([1.0, math.inf], 1)
     ('2.0 ± 1.0', '1.00', '1 of 2 diverged')
@@ -444,7 +532,7 @@ def spread(numbers: Sequence[float], digits: int) -> str:
     wrong = sum(not math.isfinite(x) for x in numbers)
     if wrong:
         return f"{wrong} of {len(numbers)} diverged" if len(numbers) > 1 else "diverged"
-    mean = f"{statistics.mean(numbers):.{digits}f}"
+    mean = f"{statistics.mean(numbers):{sign}.{digits}f}"
     if len(numbers) == 1:
         return mean
     return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
@@ -467,8 +555,9 @@ def as_json(
 
 
 def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") -> str:
-    """Writes rows to NAME.csv and NAME.md; returns the text of NAME.md."""
+    """Writes rows to NAME.csv, NAME.tex and NAME.md; returns the text of NAME.md."""
     tables.write_csv(rows, out / f"{name}.csv")
+    (out / f"{name}.tex").write_text(tables.latex(rows))
     text = tables.markdown(rows)
     (out / f"{name}.md").write_text(text)
     return text
@@ -545,7 +634,8 @@ def compare(configs: dict[Key, Config], out: pathlib.Path, session: Session) -> 
         curves, failures = results
         if session.is_main:
             out.mkdir(parents=True, exist_ok=True)
-            print(write(summarize(curves, failures), out), end="")
+            rows = with_differences(summarize(curves, failures), curves)
+            print(write(rows, out), end="")
             (out / "compare.json").write_text(as_json(curves, failures))
             if curves:
                 draw(curves, out / "compare.png")

@@ -97,7 +97,12 @@ def _tokens(loaded: Loaded) -> dict[str, Any]:
 
 
 def _pixels(loaded: Loaded) -> dict[str, Any]:
-    """The shape of an input, and the inputs of a black and of a white pixel."""
+    """The shape of an input, and the inputs of a black and of a white pixel.
+
+    Arrays have the shape alone: those of uint8 are scaled to [-1, 1].
+    """
+    if loaded.shape is not None:
+        return {"shape": list(loaded.shape), "dtype": "float32"}
     shape = (1, *datasets.image_shape(loaded.config))
     test = datasets.transforms_of(loaded.config).test
     black, white = (np.asarray(test(jnp.full(shape, x, jnp.uint8)))[0] for x in (0, 255))

@@ -31,23 +31,27 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from train.cluster import rendezvous
 from train.cluster.session import Session, is_of_xla
-from train.config import experiments
 from train.config.schema import Config, WorkersConfig
 from train.metrics import progress, tables
+from train.metrics.quantities import duration, number, size
 from train.planning import engine
-from train.planning.advice import Advice, number
+from train.planning.advice import Advice
 from train.planning.links import Link
 from train.planning.measurement import computed, measure
 from train.planning.options import PROGRAM, PlanOptions
 from train.planning.scenario import ALL, INSIDE, Scenario
-from train.process import command, compilation_cache
+from train.planning.table import Table
+from train.process import command, compilation_cache, names
 from train.process.exit_status import SUCCESS, WRONG_USAGE
 from train.process.messages import meant
 from train.run import cli
@@ -63,6 +67,7 @@ SIMULATED = (
     "is lost in lock step, the others wait for --timeout and go on without it"
 )
 
+WIDTH = 100  # of a file, and the most of a terminal, for lines that are easy to read
 SIMULATING = "simulating methods with workers that differ, which may take minutes"
 
 
@@ -149,25 +154,6 @@ def put(options: PlanOptions, scenario: Scenario, nodes: int, locals: int) -> Sc
     return dataclasses.replace(scenario, links=links)
 
 
-def measured(scenario: Scenario) -> str:
-    """A table of the exchanges of each level."""
-    rows = []
-    for name, link in scenario.links.items():
-        seconds = link._replace(measured={}).seconds("mean", scenario.parameters)
-        latency = link.network.all_reduce(link.workers, 0)
-        rate = 4 * scenario.parameters / seconds / 1e6
-        rows.append(
-            {
-                "exchange": name,
-                "workers": link.workers,
-                "time, ms": number(1e3 * seconds),
-                "MB/s": number(rate),
-                "latency, ms": number(1e3 * latency),
-            }
-        )
-    return tables.markdown(rows)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Plans and prints.
 
@@ -180,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, others = cli.run_with_others(PlanOptions, arguments, PROGRAM, __doc__)
         # tyro takes the value of an unknown option for the name of an experiment.
-        if others and options.experiment not in experiments.names():
+        if others and options.experiment not in names.experiments():
             raise ValueError(unknown(others[0]))
         options.check()
         if options.experiment is not None:
@@ -247,22 +233,59 @@ def unknown(argument: str) -> str:
 
 
 def report(options: PlanOptions, advice: Advice | None) -> None:
-    """Prints the plan, or that there is nothing to plan."""
-    console = progress.console(soft_wrap=True, markup=False)
+    """Prints the plan, or that there is nothing to plan: the answer comes first."""
     if advice is None:
-        console.print("one worker: there are no exchanges to plan")
+        print("one worker: there are no exchanges to plan")
         return
     if options.json:
         print(json.dumps(advice.to_json(), indent=2))
         return
-    if options.experiment is not None:
-        console.print(measured(advice.scenario))
-    console.print(tables.markdown(advice.rows()))
-    for note in advice.notes():
-        console.print(f"- {note}")
-    console.print(f"\n{advice.sentence()}")
+    console = progress.console(markup=False)
+    has_width = console.is_terminal or "COLUMNS" in os.environ
+    console.width = min(console.width, WIDTH) if has_width else WIDTH
+
+    def say(text: str, indent: str = "") -> None:
+        wrapped = textwrap.fill(
+            text,
+            console.width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        console.print(wrapped, soft_wrap=True)
+
+    say(advice.sentence())
+    console.print("options of python -m train:")
+    console.print(f"  {advice.best.options}", soft_wrap=True)  # one line, to be copied
     for remark in advice.remarks():
-        console.print(remark)
+        say(remark)
+    table = Table(advice, with_all_columns=options.markdown)
+    lines = [table.lines()]
+    if options.experiment is not None:
+        lines.append(exchanges(advice.scenario))
+    for rows in lines:
+        console.print()
+        if options.markdown:
+            console.print(tables.markdown(rows), soft_wrap=True, end="")
+        else:
+            console.print(tables.aligned(rows))
+    console.print()
+    for note in advice.notes(table.candidates()):
+        say(f"- {note}", indent="  ")
+
+
+def exchanges(scenario: Scenario) -> list[dict[str, Any]]:
+    """The rows of a table of the exchanges of each level."""
+    return [
+        {
+            "exchange": found.level,
+            "workers": found.workers,
+            "time": duration(found.seconds, digits=3),
+            "data a second": size(found.bytes_per_second),
+            "latency": duration(found.latency_seconds, digits=3),
+        }
+        for found in scenario.exchanges()
+    ]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
         assert trainer.end() == [RESUME], trainer.printed(0)
     out = trainer.printed(0)
     assert re.search(r"warning: worker \d is down at its step \d+", out)
-    assert "is back" in out and "saved; to resume: python -m train digits" in out
+    assert "is back" in out and "), saved\n" in out
+    assert "to resume: python -m train digits" in out
     assert "Traceback" not in out
     assert not psutil.wait_procs(everything, timeout=60)[1]
     end = str(checkpoints(tmp_path / "run")[-1] + 6)

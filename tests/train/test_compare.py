@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 import tiny
@@ -107,6 +108,13 @@ def test_the_results_of_runs_that_have_ended(tmp_path, monkeypatch, capsys):
     assert rows["lsgd"]["peak MB in a step"] == "–"  # a run of an older version
     assert rows["diloco"]["MB sent per worker"] == "0.0 ± 0.0, never exchanged"
     assert rows["easgd"]["test error, %"] == "1 of 2 diverged"
+    # By seed: 7 - 5 and 7 - 4.
+    assert rows["diloco"]["difference to lsgd, %"] == "+2.50 ± 0.71"
+    assert rows["lsgd"]["difference to lsgd, %"] == "–"
+    assert rows["easgd"]["difference to lsgd, %"] == "–"  # one pair
+    latex = (tmp_path / "compare.tex").read_text().splitlines()
+    assert latex[0] == r"\begin{tabular}{lrrrrrrrr}" and len(latex) == len(runs) + 6
+    assert latex[4].startswith(r"lsgd & 2 & 4.50 $\pm$ 0.71 & 4.00 $\pm$ 1.41 & ")
     found = json.loads((tmp_path / "compare.json").read_text())
     values = {(x["method"], x["seed"]): (x["steps"], x["values"]) for x in found}
     assert values["easgd", 0] == ([3, 6], [9, None])
@@ -207,8 +215,11 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch, c
     monkeypatch.setattr(compare, "train", train)
     line = command(tmp_path, "sgp", "easgd", seeds=2)
     assert compare.main([*line, "--steps", "6"]) == 1
-    assert begun == ["sgp", "sgp", "easgd", "easgd"]
-    errors = capsys.readouterr().err
+    assert begun == ["sgp", "easgd", "sgp", "easgd"]
+    printed, errors = capsys.readouterr()
+    first, second, third, *_ = printed.splitlines()
+    assert [first, second] == ["run 1 of 4: sgp-0", "run 2 of 4: easgd-0"]
+    assert re.fullmatch(r"run 3 of 4: sgp-1, about [\d.]+ (ms|s) left", third)
     assert "error: sgp-0 failed: the disk is gone\n" in errors
     assert errors.endswith("error: failed: sgp-0, sgp-1, easgd-1\n")
     rows = table(tmp_path)

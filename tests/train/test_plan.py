@@ -156,6 +156,13 @@ def test_hours_and_losses_by_the_laws(planned):
     assert longer["loss"]["more"] == pytest.approx(0.0437, abs=1e-3)
     assert short["loss"]["more"] is None and short["loss"]["source"].startswith("no law")
     assert "for about +0.0" in rest["advice"] and "--method diloco" in rest["use"]
+    assert (
+        rest["remarks"][0]
+        == "batch of all workers: 390,964 tokens; inner learning rate: 0.00038"
+    )
+    # Four workers: 2 · 3/4 of 4 GB.
+    (exchange,) = rest["exchanges"]
+    assert exchange["level"] == "all workers" and exchange["seconds"] == pytest.approx(48)
 
 
 def test_a_given_batch(planned):
@@ -200,8 +207,9 @@ def quick(pair):
 
 
 @pytest.mark.parametrize("command, output", [quick(x) for x in COMMANDS])
-def test_a_command_of_the_page_prints_what_it_says(command, output, capsys):
+def test_a_command_of_the_page_prints_what_it_says(command, output, monkeypatch, capsys):
     """A line of three dots on the page stands for lines that it leaves out."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert plan.main(shlex.split(command.replace("\\\n", ""))[3:]) == 0
     shown = ("\n" + output).split("\n...\n")
     between = r"\n(?:.*\n)+".join(map(re.escape, shown))
@@ -211,8 +219,45 @@ def test_a_command_of_the_page_prints_what_it_says(command, output, capsys):
 def test_the_page_has_the_command_and_the_sentence_of_the_readme():
     readme = " ".join(PAGE.parents[1].joinpath("README.md").read_text().split())
     command, output = COMMANDS[0]
+    sentence, _ = output.split("\noptions of")
     assert " ".join(command.split()) in readme
-    assert next(line for line in output.splitlines() if line.startswith("use ")) in readme
+    assert " ".join(sentence.split()) in readme
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_answer_comes_first_and_the_table_fits(columns, monkeypatch, capsys):
+    """Eight rows of six columns; a narrow terminal wraps the names of methods alone."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert plan.main([*f"{MODEL} --sites 4 --mbit 1000 --price 2".split()]) == 0
+    answer, table, notes = capsys.readouterr().out.split("\n\n")
+    sentence, options = answer.split("\noptions of python -m train:\n")
+    assert " ".join(sentence.split()) == (
+        "use DiLoCo, every 32 steps, 16 fragments, delay 1, int4: 5.4 h in place of "
+        "71 days of data parallel, for about +0.014 nats (± 0.026)"
+    )
+    assert options.startswith("  --method diloco")
+    _, header, first, *_, last = table.splitlines()
+    assert header.split() == ["method", "time", "nats", "cost", "waiting", "sent"]
+    assert first.startswith("DiLoCo, every 32 steps, 16") and "5.39 h" in first
+    assert last.split()[:4] == ["data", "parallel", "71.1", "days"]
+    assert len(re.findall(r"\d [GT]B$", table, re.M)) == 8
+    wrapped = f"{sentence}\n{table}\n{notes}"
+    assert all(len(line) <= columns for line in wrapped.splitlines())
+    assert "DiLoCo, local SGD or LSGD, every" in table
+
+
+def test_markdown_has_all_columns(capsys):
+    assert plan.main([*f"{MODEL} --sites 4 --mbit 1000 --markdown".split()]) == 0
+    rows = [x for x in capsys.readouterr().out.splitlines() if x.startswith("|")]
+    assert rows[0].startswith("| method | hours | waiting, % | longest wait, s | GB sent |")
+    assert rows[0].endswith("| inner rate | outer rate | loss, nats | more nats |")
+    assert rows[-1].startswith("| data parallel | 1,70") and 10 < len(rows) <= 18
+
+
+def test_one_worker_has_nothing_to_plan(capsys):
+    options = f"digits {STEP} --mbit 1 --workers.nodes 1 --workers.locals 1"
+    assert plan.main(options.split()) == 0
+    assert capsys.readouterr().out == "one worker: there are no exchanges to plan\n"
 
 
 @pytest.mark.parametrize(
@@ -260,6 +305,7 @@ def test_the_page_has_the_command_and_the_sentence_of_the_readme():
         (f"{MODEL} --sites 4 --mbit 1 --watts 0", "`watts` must be above 0, got watts=0"),
         ("digits --chips v5e:4x4 --mbit 1", "`chips` needs `sites`"),
         ("digits --chips v5e:4x4 --sites 3 --mbit 1", "`sites` must divide the 16 chips"),
+        (f"{SITES} --json --markdown", "only one of `json` and `markdown` may be given"),
         (f"{SITES} --plot plan.txt", "`plot` must be a PNG file, got plot=plan.txt"),
     ],
 )

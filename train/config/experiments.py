@@ -5,22 +5,12 @@
 
 import dataclasses
 import importlib
-import pathlib
-import pkgutil
 
 from train.config.schema import Config
+from train.process.names import CONFIGS
 
 
-__path__ = [str(pathlib.Path(__file__).parents[2] / "configs")]
-
-
-def names() -> list[str]:
-    """The names of all experiments: those of the files, with hyphens.
-
-    >>> names()[:3]
-    ['cifar10-cnn7', 'cifar10-resnet20', 'cifar10-vgg16']
-    """
-    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__)]
+__path__ = [str(CONFIGS)]
 
 
 def load(name: str) -> tuple[str, Config]:

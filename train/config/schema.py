@@ -97,8 +97,9 @@ FREE = "free on resume"
 LOCAL = "free on resume and per process"
 PATH = "a path, which may begin with ~"
 
-CIFAR10, IMAGENET, TEXT, TRANSLATION = (
-    Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text", "translation")
+CIFAR10, IMAGENET, ARRAYS, TEXT, TRANSLATION = (
+    Only("data.name", (x,))
+    for x in ("cifar10", "imagenet", "arrays", "text", "translation")
 )
 FILES = Only("data.name", ("cifar10", "imagenet"))
 BATCH_NORM = Only("model", ("digits-bn", "resnet20", "vgg16", "resnet50"))
@@ -113,8 +114,9 @@ def _optimizers(*names: str) -> Only:
     return Only("optimizer.name", names)
 
 
-Data = Literal["digits", "cifar10", "imagenet", "text", "translation"]
+Data = Literal["digits", "cifar10", "imagenet", "arrays", "text", "translation"]
 Model = Literal[
+    "mlp",
     "digits-cnn",
     "digits-bn",
     "cnn7",
@@ -137,11 +139,15 @@ class DataConfig:
     """The data that the workers learn from."""
 
     # The data set. `digits` comes with scikit-learn, `text` reads --data.files,
-    # `translation` reads --data.source and --data.target, and the others need --data.dir.
+    # `translation` reads --data.source and --data.target, `arrays` reads --data.arrays, and
+    # the others need --data.dir.
     name: Data = "digits"
     # Folder of the data: the official cifar-10-batches-bin (cifar10), or a folder with
-    # train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).
+    # train/CLASS/*.JPEG and val/CLASS/*.JPEG, or images of other kinds (imagenet).
     dir: Annotated[str | None, PATH, FILES, LOCAL] = None
+    # Inputs and labels: an .npz file with x_train, y_train, x_test and y_test, or with x
+    # and y; or two .npy files, inputs and labels (arrays).
+    arrays: Annotated[tuple[str, ...], PATH, ARRAYS, LOCAL] = ()
     # Text files to learn, joined; the last tenth, at most 262,144 tokens, is for
     # validation. Defaults to the source of Python's standard library (text).
     files: Annotated[tuple[str, ...], PATH, TEXT, LOCAL] = ()

@@ -11,10 +11,10 @@ class DataError(ValueError):
 
 
 class Images(NamedTuple):
-    """Images and their labels.
+    """Images and their labels. Arrays of other shapes count as images.
 
     Attributes:
-      images: uint8 [N, H, W, C].
+      images: uint8 [N, H, W, C], or float32 [N, ...].
       labels: int32 [N].
     """
 
@@ -26,7 +26,7 @@ class Dataset(NamedTuple):
     """Images for training and for testing.
 
     Attributes:
-      train, test: images of the same shape [H, W, C].
+      train, test: images of the same shape [H, W, C], or arrays of the same shape.
       num_classes: labels are 0 to num_classes - 1.
     """
 
@@ -38,6 +38,11 @@ class Dataset(NamedTuple):
     def image_shape(self) -> tuple[int, ...]:
         """The shape of an image: [H, W, C]."""
         return self.train.images.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the images: uint8, or float32."""
+        return self.train.images.dtype
 
     def digest(self) -> str:
         """A hash of all images and labels."""

@@ -104,6 +104,11 @@ class ImageFolder:
         """The shape of an image after reading: [H, W, C]."""
         return self.image_size, self.image_size, 3
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of an image after reading."""
+        return np.dtype(np.uint8)
+
     def digest(self) -> str:
         """A hash of the names of all files, but not of their contents."""
         whole = hashlib.sha256()
@@ -127,7 +132,7 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
 
     >>> load("no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    train.data.arrays.DataError: no/such/folder does not exist; ImageNet must be a ...
+    train.data.arrays.DataError: no/such/folder does not exist; images must be in a ...
     """
     # Pillow's warnings name no file, and an image that it cannot read is reported anyway.
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -135,14 +140,14 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
     if not top.is_dir():
         wrong = "is not a folder" if top.exists() else "does not exist"
         raise DataError(
-            f"{top} {wrong}; ImageNet must be a folder with train/CLASS/*.JPEG and "
-            "val/CLASS/*.JPEG"
+            f"{top} {wrong}; images must be in a folder with train/CLASS/*.JPEG and "
+            "val/CLASS/*.JPEG, or other kinds of images"
         )
     try:
         train = _find(top / "train")
         test = _find(top / "val")
     except OSError as error:
-        raise DataError(f"ImageNet cannot be read: {error}") from error
+        raise DataError(f"the images of {top} cannot be read: {error}") from error
     for one, two, where in ((train, test, "train"), (test, train, "val")):
         missing = sorted(set(one.classes) - set(two.classes))
         if missing:

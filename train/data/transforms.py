@@ -1,7 +1,7 @@
 """Transforms from the bytes of a batch to a network's input, inside the jitted step.
 
-A transform maps uint8 images [B, H, W, C] to float32 [B, h, w, C]. Transforms for training
-also take a random key.
+A transform maps uint8 images [B, H, W, C] to float32 [B, h, w, C], and other arrays to
+float32 arrays. Transforms for training also take a random key.
 """
 
 from collections.abc import Callable
@@ -97,3 +97,18 @@ def imagenet() -> Transforms:
         return normalize(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
     return Transforms(train=lambda key, images: scale(random_flip(key, images)), test=scale)
+
+
+def arrays() -> Transforms:
+    """Scaling of uint8 arrays to [-1, 1]. Arrays of float32 stay as they are.
+
+    >>> float(arrays().test(jnp.full((1, 1), 255, jnp.uint8)).squeeze())
+    1.0
+    """
+
+    def scale(inputs: Array) -> Array:
+        if inputs.dtype != jnp.uint8:
+            return inputs
+        return inputs.astype(jnp.float32) / 127.5 - 1
+
+    return Transforms(train=lambda key, inputs: scale(inputs), test=scale)

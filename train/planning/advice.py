@@ -1,4 +1,4 @@
-"""What a plan says: the table of its candidates, one sentence, JSON and a picture."""
+"""The advice of a plan: one sentence, its remarks and sources, JSON and a picture."""
 
 import dataclasses
 import pathlib
@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 
 from train.metrics.drawing import plain_numbers, save, subplots
+from train.metrics.quantities import HOUR, duration, number
 from train.planning import laws
 from train.planning.candidates import NAMES, Candidate, MethodVariant
 from train.planning.links import Link
 from train.planning.scenario import KNOWN, Scenario
-
-
-LINES = 16  # of the table
-HOUR = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,81 +60,19 @@ class Advice:
         close = [x for x in some if x.seconds <= slower * some[0].seconds]
         return min(close, key=lambda x: (_cost(x), *x.complexity))
 
-    def sentence(self) -> str:
-        """The advice in one sentence."""
-        base = self.base
-        best = self.best
-        if best is base:
-            return (
-                "use data parallel: the link is fast enough (it waits "
-                f"{100 * base.share:.2g} % of the time)"
-            )
-        times = number(base.seconds / best.seconds)
-        found = f"use {best.name}: {times} times faster than data parallel at this link"
-        if best.loss.more is None:
-            return f"{found}; no law says for how many nats"
-        cost = f"{best.loss.more:+.3f} nats (± {best.loss.more_error:.3f})"
-        return f"{found}, for about {cost}"
-
-    def remarks(self) -> Iterator[str]:
-        """Yields the options of the advice, and what would be faster or have less loss."""
-        best = self.best
-        fastest = self.candidates[0]
-        yield f"options of python -m train: {best.options}"
-        if best is self.base:
-            return
+    @property
+    def least(self) -> Candidate:
+        """The method with the least loss by a law, or the best one. Not data parallel."""
         others = [x for x in self.candidates if x is not self.base]
         others = [x for x in others if x.loss.more is not None]
-        least = min(others, key=lambda x: (x.loss.more, x.seconds), default=best)
-        if least.loss.more != best.loss.more:
-            times = number(least.seconds / best.seconds)
-            yield f"for {least.loss.more:+.3f} nats: {least.name}, {times} times slower"
-        if best.seconds > (1 + self.share) * fastest.seconds:
-            times = number(best.seconds / fastest.seconds)
-            yield (
-                f"{fastest.name} would be {times} times faster still, but no law says for "
-                "how many nats"
-            )
+        return min(others, key=lambda x: (x.loss.more, x.seconds), default=self.best)
 
-    # Output
-
-    def shown(self) -> list[Candidate]:
-        """The candidates of the table: those that gain over simpler ones."""
-        must = [self.base, self.best]
-        some = [x for x in self.candidates if self._gains(x) and x not in must]
-        shown = [*some[: LINES - len(must)], *must]
-        return sorted({id(x): x for x in shown}.values(), key=lambda x: x.seconds)
-
-    def _gains(self, found: Candidate) -> bool:
+    def gains(self, found: Candidate) -> bool:
         """Whether a candidate is faster than all that are like it and simpler."""
         limit = (1 + self.share) * found.seconds
         return not any(found.is_like(x) and x.seconds <= limit for x in self.candidates)
 
-    def rows(self) -> list[dict[str, str]]:
-        """The rows of the table."""
-        return [self._row(x) for x in self.shown()]
-
-    def _row(self, found: Candidate) -> dict[str, str]:
-        scenario = self.scenario
-        if found.steps is None:
-            time = {"ms a step": number(1e3 * found.seconds)}
-            sent = {"MB a step": number(found.sent / 1e6)}
-        else:
-            time = {"hours": number(found.seconds / HOUR)}
-            sent = {"GB sent": number(found.sent * found.steps / 1e9)}
-        row = {"method": found.name, **time, "waiting, %": number(100 * found.share)}
-        row |= {"longest wait, s": number(found.pause)}
-        row |= {**sent, "peak MB": number(found.peak / 1e6)}
-        row |= {name: number(value) for name, value in self._bills(found).items()}
-        if scenario.tokens is not None and found.settings:
-            settings = found.settings
-            row["batch, tokens"] = number(settings["batch"])
-            row["inner rate"] = f"{settings['rate']:.2g}" if "rate" in settings else ""
-            row["outer rate"] = f"{settings.get('outer_rate', '')}"
-            row |= _losses(found.loss)
-        return row
-
-    def _bills(self, found: Candidate) -> dict[str, float]:
+    def bills(self, found: Candidate) -> dict[str, float]:
         """The cost and the energy in kWh, as far as they are known."""
         if found.steps is None:
             return {}
@@ -149,19 +84,57 @@ class Advice:
             bills["kWh"] = hours * (self.watts / 1e3)
         return bills
 
-    def notes(self) -> Iterator[str]:
-        """Yields the sources of the numbers, and where there is none."""
+    # Output
+
+    def sentence(self) -> str:
+        """The advice in one sentence."""
+        base = self.base
+        best = self.best
+        time = _time(best)
+        if best is base:
+            waits = f"of which it waits {100 * base.share:.2g} %"
+            return f"use data parallel: the link is fast enough ({time}, {waits})"
+        found = (
+            f"use {best.name}: {time} in place of {duration(base.seconds)} of data parallel"
+        )
+        if best.loss.more is None:
+            return f"{found}; no law says for how many nats"
+        cost = f"{best.loss.more:+.3f} nats (± {best.loss.more_error:.3f})"
+        return f"{found}, for about {cost}"
+
+    def remarks(self) -> Iterator[str]:
+        """Yields the batch of the advice, and what would be faster or have less loss."""
+        best = self.best
+        least = self.least
+        fastest = self.candidates[0]
+        if "batch" in best.settings:
+            batch = f"batch of all workers: {number(best.settings['batch'])} tokens"
+            if "rate" in best.settings:
+                batch += f"; inner learning rate: {best.settings['rate']:.2g}"
+            yield batch
+        if best is self.base:
+            return
+        if least.loss.more != best.loss.more:
+            yield f"for {least.loss.more:+.3f} nats: {least.name}, {_time(least)}"
+        if best.seconds > (1 + self.share) * fastest.seconds:
+            yield (
+                f"faster still: {fastest.name}, {_time(fastest)}, but no law says for how "
+                "many nats"
+            )
+
+    def notes(self, candidates: Sequence[Candidate]) -> Iterator[str]:
+        """Yields the sources of the numbers of candidates, and where there is none."""
         yield from self.sources
         scenario = self.scenario
         if scenario.tokens is None:
             return
         by_source: dict[str, dict[str, None]] = {}  # the names in order, each once
-        for found in self.shown():
+        for found in candidates:
             names = by_source.setdefault(found.loss.source, {})
             names[NAMES[found.method.name]] = None
         for source, names in by_source.items():
             yield f"loss of {', '.join(names)}: {source}"
-        known = [x.method for x in self.shown() if x.loss.more is not None]
+        known = [x.method for x in candidates if x.loss.more is not None]
         if any((x.fragments, x.delay, x.wire) != (1, 0, "float32") for x in known):
             yield laws.STREAMED
         if laws.is_fitted(scenario.parameters, scenario.tokens, scenario.replicas):
@@ -180,14 +153,16 @@ class Advice:
         return {
             "advice": self.sentence(),
             "use": self.best.options,
-            "sources": list(self.notes()),
+            "remarks": list(self.remarks()),
+            "sources": list(self.notes(self.candidates)),
+            "exchanges": [x._asdict() for x in self.scenario.exchanges()],
             "candidates": [self._record(x) for x in self.candidates],
         }
 
     def _record(self, found: Candidate) -> dict[str, Any]:
         steps = found.steps
         hours = None if steps is None else found.seconds / HOUR
-        bills = self._bills(found)
+        bills = self.bills(found)
         return {
             "name": found.name,
             "options": found.options,
@@ -247,21 +222,7 @@ def _cost(found: Candidate) -> float:
     return found.loss.more
 
 
-def _losses(loss: laws.Loss) -> dict[str, str]:
-    """The loss in the cells of a row."""
-    nats = "no law"
-    more = ""
-    if loss.nats is not None:
-        nats = f"{loss.nats:.3f} ± {loss.error:.3f}"
-    if loss.more is not None:
-        more = f"{loss.more:+.3f}"
-    return {"loss, nats": nats, "more nats": more}
-
-
-def number(value: float) -> str:
-    """A number with three digits, and no exponent if it is large.
-
-    >>> number(1234567), number(1.2345), number(0.00012345)
-    ('1,234,567', '1.23', '0.000123')
-    """
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def _time(found: Candidate) -> str:
+    """The time of the training, or of a step if the number of steps is unknown."""
+    time = duration(found.seconds)
+    return f"{time} a step" if found.steps is None else time

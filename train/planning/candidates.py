@@ -90,8 +90,13 @@ class Candidate:
     @property
     def name(self) -> str:
         """A few words for a table."""
+        return ", ".join([NAMES[self.method.name], *self.words])
+
+    @property
+    def words(self) -> list[str]:
+        """The periods and the settings of the method."""
         method = self.method
-        words = [NAMES[method.name]]
+        words = []
         if method.name != "allreduce":
             period = " and ".join(dict.fromkeys(map(str, self.periods)))
             words.append("every step" if period == "1" else f"every {period} steps")
@@ -101,7 +106,7 @@ class Candidate:
             words.append(f"delay {method.delay}")
         if method.wire in WIRES[1:]:
             words.append(method.wire)
-        return ", ".join(words)
+        return words
 
     @property
     def options(self) -> str:

@@ -11,8 +11,8 @@ import tyro
 import lsgd_jax as lj
 from train import compile
 from train.config.schema import Condition
+from train.metrics.quantities import number
 from train.planning import laws
-from train.planning.advice import number
 from train.planning.unequal import Unequal
 
 
@@ -87,6 +87,7 @@ REFUSED: Sequence[tuple[str, str, str]] = (
     ("", "experiment step_ms chips", MISSING.format("chips")),
     ("step_ms tokens", "batch", "`tokens` needs `batch` where `step_ms` is given"),
     ("batch", "tokens", "`batch` needs `tokens`"),
+    ("json markdown", "", "only one of `json` and `markdown` may be given"),
 )
 
 
@@ -110,6 +111,7 @@ class PlanOptions(compile.Cluster, Unequal):
       price: of a chip for an hour.
       watts: of a chip, with its share of host and cooling; adds the energy.
       json: print JSON, with all candidates.
+      markdown: print tables in Markdown, with all columns and up to sixteen rows.
       plot: file for a picture of hours against bandwidth.
       parameter_mb: megabytes of float32 parameters, another way to give --parameters.
     """
@@ -128,6 +130,7 @@ class PlanOptions(compile.Cluster, Unequal):
     price: float | None = None
     watts: float | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    markdown: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     plot: pathlib.Path | None = None
     parameter_mb: float | None = None
 

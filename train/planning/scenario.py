@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import lsgd_jax as lj
 from train.config import methods as trained
@@ -28,6 +28,24 @@ KNOWN = (32, 96)  # periods near those with a law, 30 and 100, that fragments di
 LONGEST = 1024  # the longest period
 RARELY = 10  # the fewest exchanges of a run
 SPARSE = 32  # the shortest period of sparse-diloco; its default is 30
+
+
+class LevelExchange(NamedTuple):
+    """The mean of all parameters in float32 over the workers of a level, without a method.
+
+    Attributes:
+      level: name of the level.
+      workers: their number.
+      seconds: of the exchange.
+      bytes_per_second: the parameters over these seconds.
+      latency_seconds: the share of the seconds that does not depend on the size.
+    """
+
+    level: str
+    workers: int
+    seconds: float
+    bytes_per_second: float
+    latency_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +90,18 @@ class Scenario:
     def replicas(self) -> int:
         """The number of workers."""
         return self.widest.workers
+
+    def exchanges(self) -> Iterator[LevelExchange]:
+        """Yields the exchange of each level."""
+        for level, link in self.links.items():
+            seconds = link._replace(measured={}).seconds("mean", self.parameters)
+            yield LevelExchange(
+                level=level,
+                workers=link.workers,
+                seconds=seconds,
+                bytes_per_second=4 * self.parameters / seconds,
+                latency_seconds=link.network.all_reduce(link.workers, 0),
+            )
 
     def candidates(self, share: float) -> list[Candidate]:
         """All methods with periods that suit the link, the fastest first.

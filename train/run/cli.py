@@ -23,23 +23,17 @@ import lsgd_jax as lj
 from train.config import experiments, settings
 from train.config.methods import find
 from train.config.schema import SETTINGS, Config, settings_of
+from train.process import names
 from train.process.exit_status import SUCCESS, WRONG_USAGE
 from train.process.messages import meant, suggestion
+from train.process.names import HELP, PROGRAM
 from train.run import folder as run_folder
 
 
-PROGRAM = "python -m train"
-DESCRIPTION = f"""\
-Trains a named experiment. {PROGRAM} NAME --help explains its options.
-
-Compiled programs are kept in ~/.cache/lsgd_jax; JAX_COMPILATION_CACHE_DIR names another
-folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
-"""
 FILE = """
 --config FILE takes settings from a JSON file: config.json of a run, or some of its lines.
 Options on the command line are applied on top.
 """
-HELP = {"-h", "--help"}
 # How Python's messages about a text that is no number begin.
 NUMBERS = {
     "invalid literal for int() with base 10: ": "an int",
@@ -80,7 +74,7 @@ def parse(arguments: Sequence[str], command: Command | None = None) -> Config:
       SystemExit: --help, --version or nothing was given, and its answer has been printed.
     """
     if not arguments:
-        _print_experiments()
+        print(names.usage())
         raise SystemExit(WRONG_USAGE)
     hints = {name: SETTINGS[name].hint for name in SETTINGS if name != "experiment"}
     hints |= {"method": str, "config": pathlib.Path}
@@ -126,7 +120,7 @@ def _unknown(
 
 def _named(arguments: list[str], file: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The experiment that a command line or a file names, and the remaining arguments."""
-    known = experiments.names()
+    known = names.experiments()
     # Options of the method, which are not parsed yet, may stand before the name.
     first = [x for x in arguments[:1] if not x.startswith("-")]
     found = [*first, *(x for x in arguments if x in known)]
@@ -136,10 +130,7 @@ def _named(arguments: list[str], file: Mapping[str, Any]) -> tuple[str, list[str
     name = found[0] if found else str(file.get("experiment") or file.get("name", ""))
     if name not in known:
         _print_general_help(rest)
-        raise ValueError(
-            f"expected one of {', '.join(known)}, got {name!r}{meant(name, known)}; see "
-            f"{PROGRAM} --help"
-        )
+        raise ValueError(names.unknown(name, known))
     of = file.get("experiment") or name
     if of != name:
         raise ValueError(f"--config is of {of!r}, not of {name!r}")
@@ -167,20 +158,13 @@ def _given(
 
 
 def _print_general_help(arguments: Sequence[str]) -> None:
-    """Prints the version or the experiments, if that is asked for, and exits."""
+    """Prints the version or the usage, if that is asked for, and exits."""
     if list(arguments) == ["--version"]:
         print(f"lsgd_jax {lj.__version__}, jax {jax.__version__}")
         raise SystemExit(SUCCESS)
     if HELP.intersection(arguments):
-        _print_experiments()
+        print(names.usage())
         raise SystemExit(SUCCESS)
-
-
-def _print_experiments() -> None:
-    """Prints the usage and a line for each experiment."""
-    texts = {name: experiments.load(name)[0] for name in experiments.names()}
-    lines = (f"{name:19}{text.splitlines()[0]}" for name, text in texts.items())
-    print(f"usage: {PROGRAM} NAME [OPTIONS]\n\n{DESCRIPTION}", *lines, sep="\n")
 
 
 def _print_help(config: Config, prog: str, text: str) -> NoReturn:
@@ -198,7 +182,7 @@ def _resumed(config: Config) -> Config:
     folder = run_folder.to_resume(config)
     saved = settings.read(folder / run_folder.CONFIG)
     began_as = saved.experiment or saved.name
-    if began_as != config.experiment and began_as in experiments.names():
+    if began_as != config.experiment and began_as in names.experiments():
         raise ValueError(f"{folder} is a run of {began_as!r}, not of {config.experiment!r}")
     kept = {x: getattr(config, x) for x in ("runs", "run_dir", "resume", "experiment")}
     latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))

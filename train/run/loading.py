@@ -38,6 +38,7 @@ class Loaded(NamedTuple):
       tested: the result of the center's test at this step, or None if it was not tested.
       outputs: the number of classes or tokens.
       classes: the names of the classes of images; None for other data and earlier runs.
+      shape: of an input, for arrays; None for other data.
     """
 
     config: Config
@@ -48,13 +49,15 @@ class Loaded(NamedTuple):
     tested: dict[str, float] | None
     outputs: int
     classes: list[str] | None = None
+    shape: tuple[int, ...] | None = None
 
     def logits(self, inputs: ArrayLike | tuple[ArrayLike, ArrayLike]) -> Array:
         """Applies the model as in a test.
 
         Args:
-          inputs: images of the data set, uint8 [B, H, W, C], or token ids, int [B, T]. A
-            translation takes a pair: ids of sentences [B, S] and of translations [B, T].
+          inputs: images of the data set, uint8 [B, H, W, C], arrays as in its files, or
+            token ids, int [B, T]. A translation takes a pair: ids of sentences [B, S] and
+            of translations [B, T].
 
         Returns:
           float32 [B, classes], or [B, T, tokens].
@@ -116,6 +119,7 @@ def load(
     else:
         vocabulary = None
         outputs = notes["sizes"]["classes"]
+    classes, shape = _noted(folder)
     return Loaded(
         config=config,
         model=models.make(config, outputs),
@@ -124,7 +128,8 @@ def load(
         step=step,
         tested=notes["tested"],
         outputs=outputs,
-        classes=_classes(folder),
+        classes=classes,
+        shape=shape,
     )
 
 
@@ -157,11 +162,16 @@ def _number(worker: Literal["best"] | int | None, notes: Mapping[str, Any]) -> i
     return worker
 
 
-def _classes(folder: pathlib.Path) -> list[str] | None:
+def _noted(folder: pathlib.Path) -> tuple[list[str] | None, tuple[int, ...] | None]:
+    """The classes and the shape of images that a run has noted, as far as it has."""
     path = folder / CLASSES
+    if not path.exists():
+        return None, None
     try:
-        return json.loads(path.read_text())["classes"] if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        noted = json.loads(path.read_text())
+        shape = noted.get("shape")
+        return noted["classes"], None if shape is None else tuple(shape)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 

@@ -21,7 +21,7 @@ from train.run import asynchronous, summary
 from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.reporting import note_saved, report
-from train.run.result import NONFINITE, Result, Tested, last_line
+from train.run.result import NONFINITE, Result, Tested, last_lines
 from train.run.saving import save, saved_if_data_fail, test, test_and_save
 from train.task.experiment import Experiment
 
@@ -248,7 +248,7 @@ def conclude(run: Run, result: Result) -> Result:
     compiled = round(result.compile_seconds, 3)
     values |= {"far_above_best": True} if result.is_far_above_best else {}
     run.write("end", **values, stopped_by=stopped_by, compile_seconds=compiled)
-    run.metrics.close()  # the last line says whether everything was written
+    run.metrics.close()  # the last lines say whether everything was written
     result = result._replace(has_metrics=run.metrics.is_whole)
     if run.session.is_main:
         try:
@@ -256,7 +256,7 @@ def conclude(run: Run, result: Result) -> Result:
         except Exception as error:  # an unusual metrics.jsonl must not fail the run
             run.progress.warn(f"the figures cannot be drawn: {error!r}")
     run.progress.table(summary.rows(result, run.metrics.latest))
-    run.progress.say(last_line(result, run.config))
+    run.progress.say(last_lines(result, run.config))
     return result
 
 

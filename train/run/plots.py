@@ -104,16 +104,18 @@ def _training(events: Events) -> Any:
     }
     for (loss, error), x in zip(grid.T, ("step", "seconds")):
         places, losses = _each_step(train, x)
-        loss.plot(places, losses, color=BLUE, lw=0.5, alpha=0.35)
-        loss.plot(places, smoothed(losses), color=BLUE)
+        loss.plot(places, losses, color=BLUE, lw=0.5, alpha=0.35, label="each step")
+        loss.plot(places, smoothed(losses), color=BLUE, label="smoothed")
         for label, style in lines.items():
             key = f"{label.split()[0]}_{measure.key}"
             _plot(error, test, x, key, label=label, **style)
-        error.set_xlabel("step" if x == "step" else "training time, s")
-    grid[0][0].set(ylabel="training loss, mean of workers", yscale="log")
+        xlabel = "step" if x == "step" else "training time, s"
+        loss.set(xlabel=xlabel, ylabel="training loss, mean of workers", yscale="log")
+        error.set(xlabel=xlabel, ylabel=measure.label)
     plain_numbers(grid[0][0].yaxis)
-    grid[1][0].set(ylabel=measure.label, ylim=(0 if measure is ERROR else None, None))
-    grid[1][0].legend(frameon=False)
+    grid[1][0].set_ylim(0 if measure is ERROR else None, None)
+    for axes in grid[:, 0]:
+        axes.legend(frameon=False)
     return figure
 
 
@@ -141,8 +143,6 @@ def _leaders(events: Events) -> Any:
     for (when, often), of_level in zip(grid, shown):
         _elections(when, often, of_level, grids)
         when.set_xlim(0, elections[-1]["step"] * 1.02)
-    grid[-1][0].set_xlabel("step")
-    grid[-1][1].set_xlabel("elections won")
     return figure
 
 
@@ -167,7 +167,8 @@ def _elections(
     changes = sum(a["leaders"] != b["leaders"] for a, b in zip(elections, elections[1:]))
     summary = f"{whose}: {changes} changes in {len(elections)} elections"
     when.set_title(summary, fontsize=10)
-    when.set(ylabel="worker", yticks=workers)
+    when.set(xlabel="step", ylabel="worker", yticks=workers)
+    often.set(xlabel="elections won", ylabel="worker")
 
 
 def _consensus(events: Events) -> Any:

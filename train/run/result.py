@@ -107,38 +107,50 @@ def where(config: Config, folder: pathlib.Path, step: int) -> str:
     return f"{kept}; {how_to_resume(config, folder)}"
 
 
-def last_line(result: Result, config: Config) -> str:
-    """The last line that a run prints."""
+def last_lines(result: Result, config: Config) -> str:
+    """The last two lines that a run prints: its result, and what is kept of it where."""
     compiled = f"compiled in {result.compile_seconds:.1f} s"
     after = f"{result.seconds:.1f} s of training ({compiled})"
-    if result.tested is not None:
-        center = result.tested.center
-        best = result.tested.best
-        line = (
-            f"{measures.text(center, name=True)} (center), {measures.text(best)} "
-            f"(best worker) after {counted(result.step, 'step')} and {after}"
-        )
-        if result.is_nonfinite:
-            line += f"; training has diverged: a loss is not finite; {_finite(result)}"
-        elif result.is_far_above_best:
-            line += "; training has diverged: the last test is far above the best one"
-        line += _best(result)
-        if not result.has_metrics:
-            line += f"; NOT all metrics are in {result.folder}"
-        if not result.saved:
-            line += f"; the last checkpoint is NOT in {result.folder}, {_latest(result)}"
-        is_whole = result.saved and result.has_metrics
-        return f"{line}; everything is in {result.folder}" if is_whole else line
+    if result.tested is None:
+        return _of_stopped(result, config, after)
+    center = result.tested.center
+    best = result.tested.best
+    line = (
+        f"{measures.text(center, name=True)} (center), {measures.text(best)} "
+        f"(best worker) after {counted(result.step, 'step')} and {after}"
+    )
+    kept = _best(result)
+    if result.is_nonfinite:
+        line += "; training has diverged: a loss is not finite"
+        kept = [_finite(result), *kept]
+    elif result.is_far_above_best:
+        line += "; training has diverged: the last test is far above the best one"
+    if not result.has_metrics:
+        kept.append(f"NOT all metrics are in {result.folder}")
+    if not result.saved:
+        kept.append(f"the last checkpoint is NOT in {result.folder}, {_latest(result)}")
+    if result.saved and result.has_metrics:
+        kept.append(f"everything is in {result.folder}")
+    return f"{line}\n{'; '.join(kept)}"
+
+
+def _of_stopped(result: Result, config: Config, after: str) -> str:
+    """The last two lines of a run that was stopped early, after this time."""
     state = "saved" if result.saved else f"NOT saved, {_latest(result)}"
     line = f"stopped at step {result.step} after {after}"
+    kept = _best(result)
     if result.stopped_by == NONFINITE:
         steps = counted(config.stop_after_nonfinite, "step")
-        return (
-            f"{line}: no worker had a finite loss for {steps}. "
-            f"A smaller learning rate may help. The state is {state}; {_finite(result)}"
-            f"{_best(result)}; {how_to_resume(config, result.folder, 'to resume anyway')}"
+        line += (
+            f": no worker had a finite loss for {steps}. A smaller learning rate may help. "
+            f"The state is {state}"
         )
-    return f"{line}{_best(result)}, {state}; {how_to_resume(config, result.folder)}"
+        kept = [_finite(result), *kept]
+        again = how_to_resume(config, result.folder, "to resume anyway")
+    else:
+        line += f", {state}"
+        again = how_to_resume(config, result.folder)
+    return f"{line}\n{'; '.join([*kept, again])}"
 
 
 def _latest(result: Result) -> str:
@@ -146,15 +158,15 @@ def _latest(result: Result) -> str:
     return "there is none" if step is None else f"the latest one is of step {step}"
 
 
-def _best(result: Result) -> str:
-    """Names the best checkpoint and the last one, or '' if none was tested."""
+def _best(result: Result) -> list[str]:
+    """Names the best checkpoint and the last one, if any was tested."""
     if result.best is None:
-        return ""
+        return []
     step, tested = result.best
     best = f"step {step} ({measures.text(tested)})"
     if step == result.checkpoint:
-        return f"; the last checkpoint is the best: {best}"
-    return f"; the best checkpoint is of {best}, the last of step {result.checkpoint}"
+        return [f"the last checkpoint is the best: {best}"]
+    return [f"the best checkpoint is of {best}, the last of step {result.checkpoint}"]
 
 
 def _finite(result: Result) -> str:

@@ -1,7 +1,15 @@
 """Loads the data set of a configuration, and checks that the network fits it."""
 
 from train.config.schema import Config
-from train.data import cifar10, digits, imagenet, text, transforms, translation
+from train.data import (
+    cifar10,
+    digits,
+    imagenet,
+    own_arrays,
+    text,
+    transforms,
+    translation,
+)
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
 from train.task.models import MODELS
@@ -25,6 +33,8 @@ FOLDERS = {
 def load_dataset(config: Config) -> Data:
     """Loads images and their transforms, a text, or sentences and their translations.
 
+    Arrays of any shape count as images.
+
     Raises:
       ValueError: the configuration lacks the folder of the data set.
       DataError: files are missing or wrong.
@@ -38,6 +48,10 @@ def load_dataset(config: Config) -> Data:
         )
     if options.name == "digits":
         return digits.load(), transforms_of(config)
+    if options.name == "arrays":
+        if not options.arrays:
+            raise ValueError(f"`data.arrays` must name {own_arrays.EXPECTED}, got none")
+        return own_arrays.load(options.arrays), transforms_of(config)
     if options.dir is None:
         folder = FOLDERS[options.name]
         raise ValueError(f"`data.dir` must name the folder {folder}, got data.dir=None")
@@ -57,7 +71,7 @@ def class_names(config: Config, data: Dataset | ImageFolder) -> list[str]:
 
 
 def image_shape(config: Config) -> tuple[int, int, int]:
-    """The shape [H, W, C] of the images that `transforms_of` takes."""
+    """The shape [H, W, C] of the images that `transforms_of` takes. Not of arrays."""
     sides = {"digits": 8, "cifar10": 32, "imagenet": config.data.crop}
     side = sides[config.data.name]
     return side, side, 1 if config.data.name == "digits" else 3
@@ -68,12 +82,23 @@ def transforms_of(config: Config) -> transforms.Transforms:
     options = config.data
     if options.name == "cifar10":
         return transforms.cifar10(options.crop, options.padding)
-    return transforms.digits() if options.name == "digits" else transforms.imagenet()
+    made = {
+        "digits": transforms.digits,
+        "imagenet": transforms.imagenet,
+        "arrays": transforms.arrays,
+    }
+    return made[options.name]()
 
 
 def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:
-    """Raises ValueError if the network needs images of another size."""
-    size = getattr(MODELS[config.model], "image_size", None)
+    """Raises ValueError if the network needs images, or images of another size."""
+    network = MODELS[config.model]
+    if len(shape) != 4 and not getattr(network, "takes_any_shape", False):
+        raise ValueError(
+            f"`model` must fit the data: {config.model!r} takes images [H, W, C], "
+            f"{config.data.name!r} has inputs of shape {list(shape[1:])}; use --model mlp"
+        )
+    size = getattr(network, "image_size", None)
     if size not in (None, shape[1]):
         raise ValueError(
             f"`model` must fit the data: {config.model!r} takes {size} x {size} images, "

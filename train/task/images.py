@@ -53,14 +53,17 @@ class ImageForward(Forward):
     ):
         data, self.transforms = dataset
         self.model = model
-        self._example = self.transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
+        self._example = self.transforms.test(jnp.zeros((1, *data.image_shape), data.dtype))
         check_model_fits(config, self._example.shape)
         self._digest = functools.cache(data.digest)
         if session.has_others and not session.same_everywhere(self._digest()):
             raise DataError("all processes must read the same images")
-        self._classes = class_names(config, data)
-        count = len(data.train.labels)
         options = config.data
+        self._classes = class_names(config, data)
+        self._shape = None
+        if options.name == "arrays":  # the shape of other images is in the configuration
+            self._shape = list(data.image_shape)
+        count = len(data.train.labels)
         seed = config.seed
         sampler, own = sampled(
             count, place.num_workers, config.batch_size, seed, options.shard
@@ -88,7 +91,12 @@ class ImageForward(Forward):
 
     @functools.cached_property
     def kept(self) -> dict[str, str]:  # type: ignore  # hashing takes a while
-        described = {"classes": self._classes, "sha256": self._digest()}
+        described: dict[str, Any] = {
+            "classes": self._classes,
+            "sha256": self._digest(),
+        }
+        if self._shape is not None:
+            described["shape"] = self._shape
         return {CLASSES: json.dumps(described) + "\n"}
 
     def init(self, key: Array) -> dict[str, Any]:

@@ -27,6 +27,21 @@ def max_pool_2x2(x: Array) -> Array:
     return x.reshape(batch, height // 2, 2, width // 2, 2, channels).max(axis=(2, 4))
 
 
+class MLP(nn.Module):
+    """A perceptron with two hidden layers, for inputs of any shape [B, ...]."""
+
+    num_classes: int = 10
+    takes_any_shape: ClassVar[bool] = True
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        del train
+        x = x.reshape(x.shape[0], -1)
+        for _ in range(2):
+            x = nn.relu(nn.Dense(256)(x))
+        return nn.Dense(self.num_classes)(x)
+
+
 class DigitsCNN(nn.Module):
     """A small CNN for 8 x 8 images."""
 
@@ -205,6 +220,7 @@ class ResNet50(nn.Module):
 
 
 MODELS = {
+    "mlp": MLP,
     "digits-cnn": DigitsCNN,
     "digits-bn": DigitsBatchNormCNN,
     "cnn7": CNN7,

@@ -15,11 +15,12 @@ from train.cluster.session import Session
 from train.config import experiments, methods, settings
 from train.config import schema as configuration
 from train.config.methods import METHODS
+from train.process import names
 from train.run import folder as run_folder
 
 
 def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
-    known = [experiments.load(name)[1] for name in experiments.names()]
+    known = [experiments.load(name)[1] for name in names.experiments()]
     method = lambda name: dataclasses.replace(digits.CONFIG, method=methods.make(name))
     for number, config in enumerate([*known, *map(method, METHODS)]):
         path = tmp_path / str(number)

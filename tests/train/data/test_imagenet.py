@@ -116,8 +116,8 @@ def file_in_its_place(folder):
 
 
 WRONG = {
-    "no folder": (shutil.rmtree, "does not exist; ImageNet must be a folder with train/"),
-    "a file": (file_in_its_place, "data is not a folder; ImageNet must be a folder with"),
+    "no folder": (shutil.rmtree, "does not exist; images must be in a folder with tr"),
+    "a file": (file_in_its_place, "data is not a folder; images must be in a folder"),
     "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it must hold"),
     "empty train": (lambda d: empty(d / "train"), "hold one folder per class, got none"),
     "loose images": (loose, "got none, but 2 images; use class folders"),
@@ -166,7 +166,7 @@ def test_wrong_folders_are_refused(change, options, message, tmp_path, refusal):
     folder = make_folder(tmp_path / "data")
     change(folder)
     words = options.replace("DIR", str(folder)).split()
-    assert message in refusal(main, ["imagenet-resnet50", *words])
+    assert message in refusal(main, ["image-folder", *words])
 
 
 # Decoding

@@ -133,6 +133,31 @@ def test_without_its_packages_a_command_says_how_to_install_them():
         assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 
+@pytest.mark.parametrize(
+    "line, status, text",
+    [
+        ("train", 2, "usage: python -m train NAME [OPTIONS]"),
+        ("train --help", 0, "digits             Leader SGD on scikit-learn's handwritten"),
+        ("train digts --steps 3", 2, "got 'digts'; did you mean digits?; see python -m tr"),
+        ("train.compare digts --methods lsgd", 2, "got 'digts'; did you mean digits?"),
+        ("train.plan tekst", 2, "got 'tekst'; did you mean text?"),
+        ("train plots RUN", 2, "got 'plots'; did you mean python -m train.plots?"),
+        ("train.comprae digits", 2, "did you mean python -m train.compare?"),
+        ("train.plots --help", 0, "usage: python -m train.plots RUN [RUN ...]"),
+        ("paper --help", 0, "sinc                Four workers on the sinc"),
+        ("paper cifr10", 2, "got 'cifr10'; did you mean cifar10?"),
+    ],
+)
+def test_help_and_a_typo_in_a_name_do_not_wait_for_jax(line, status, text, tmp_path):
+    """Importing jax takes seconds. Here its import fails."""
+    (tmp_path / "jax.py").write_text("raise AssertionError('jax is imported')")
+    ended = python("-m", *line.split(), PYTHONPATH=str(tmp_path))
+    assert ended.returncode == status
+    is_typo = "did you mean" in text
+    assert text in (ended.stderr if is_typo else ended.stdout)
+    assert ended.stderr.count("\n") == is_typo
+
+
 @pytest.mark.slow
 def test_a_run_without_docstrings_and_with_debug_nans(tmp_path):
     command = ["-OO", "-m", "train", "digits", "--steps", "20"]

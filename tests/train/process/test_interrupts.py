@@ -82,6 +82,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["digits"]  # --help does not import jax
 runpy.run_module("train", run_name="__main__", alter_sys=True)
 """
     ended = python("-c", program)

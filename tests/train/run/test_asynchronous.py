@@ -81,7 +81,7 @@ def test_a_run_stopped_by_a_signal_resumes(ran, capsys):
     run, result = ran(SLOW | {"befalls": signaled})
     assert (result.stopped_by, result.saved) == (signal.SIGTERM, True) and result.step < 12
     counts = np.asarray(run.state.engine.count)
-    assert "; to resume: python -m train digits --run-dir" in capsys.readouterr().out
+    assert "to resume: python -m train digits --run-dir" in capsys.readouterr().out
 
     again, result = ran(SLOW, resume=True)
     assert (result.step, result.stopped_by) == (12, None)

@@ -315,8 +315,8 @@ def test_a_signal_saves_and_the_run_says_how_to_resume(number, status, tmp_path)
         trainer.send(number, 0)
         assert trainer.end() == [status], trainer.printed(0)
     (step,) = checkpoints(folder)
-    assert f"stopped at step {step} after" in trainer.last_line(0)
-    again = f", saved; to resume: python -m train digits --run-dir {folder} --resume"
+    assert f"stopped at step {step} after" in trainer.printed(0)
+    again = f"to resume: python -m train digits --run-dir {folder} --resume"
     assert again in trainer.last_line(0)
 
 

@@ -268,7 +268,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     assert (result.step, result.stopped_by, result.saved) == (5, number, True)
     printed = capsys.readouterr().out
     assert printed.startswith("Workers(") and "stopped at step 5 after" in printed
-    assert f", saved; to resume: python -m train digits --run-dir {run.folder}" in printed
+    assert f"), saved\nto resume: python -m train digits --run-dir {run.folder}" in printed
     again = opened(resume=True)
     assert again.step == 5
     result = train(again)
@@ -379,7 +379,7 @@ def test_a_full_disk_loses_only_the_new_checkpoints(opened, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("full", ["from the start", "at the end"])
-def test_missing_metrics_are_reported_in_the_last_line(full, opened, capsys, monkeypatch):
+def test_missing_metrics_are_reported_in_the_last_lines(full, opened, capsys, monkeypatch):
     def no_space(files, close=TensorBoard.close):
         close(files)
         raise OSError(28, "No space left on device")
@@ -451,7 +451,7 @@ def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
     assert checkpoints.steps_in(run.folder / "checkpoints") == [6, 12]
     assert result.best == (6, {"error": 30.0, "loss": 1.0}) and result.is_good
     printed = capsys.readouterr().out
-    said = "; the best checkpoint is of step 6 (30.00 %), the last of step 12; everything"
+    said = "\nthe best checkpoint is of step 6 (30.00 %), the last of step 12; everything"
     assert said in printed
 
 
@@ -462,7 +462,7 @@ def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
     run = opened(test_every=3, checkpoint_every=20, keep_checkpoints=1)
     trained(run, signaled(run, 7))
     assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 8]
-    said = "; the best checkpoint is of step 3 (5.00 %), the last of step 8, saved; to res"
+    said = "saved\nthe best checkpoint is of step 3 (5.00 %), the last of step 8; to res"
     assert said in capsys.readouterr().out
     options = dict(test_every=3, checkpoint_every=20, keep_checkpoints=1, resume=True)
     assert train(opened(**options)).best.step == 3
@@ -484,7 +484,7 @@ def test_a_run_that_ends_far_above_its_best_has_diverged(
     diverged = "; training has diverged: the last test is far above the best one"
     assert (diverged in printed) != good
     assert log.read(result.folder)["end"][-1].get("far_above_best", False) != good
-    assert "; the best checkpoint is of step 6 (2.80 %), the last of step 12" in printed
+    assert "\nthe best checkpoint is of step 6 (2.80 %), the last of step 12" in printed
 
 
 def test_the_best_worker_is_known_before_the_first_report(opened, trained):
@@ -510,14 +510,14 @@ def test_a_run_without_finite_losses_stops_with_a_checkpoint(opened, trained, ca
     assert (again.step, again.stopped_by, again.is_good) == (8, None, True)
 
 
-def test_the_last_line_says_that_a_run_has_diverged(opened, trained, capsys):
+def test_the_last_lines_say_that_a_run_has_diverged(opened, trained, capsys):
     """It ends before the limit of nonfinite steps, so the last test takes place."""
     run = opened()
     diverged = lambda state, loss: (state, loss * (jnp.nan if run.step >= 8 else 1))
     result = trained(run, diverged)
     assert result.stopped_by is None and result.saved and not result.is_good
     printed = capsys.readouterr().out
-    assert "training has diverged: a loss is not finite; the latest checkpoint" in printed
+    assert "training has diverged: a loss is not finite\nthe latest checkpoint" in printed
     assert "with finite losses is of step 6; the best checkpoint is of step 6 (" in printed
     assert "the last of step 12; everything is in" in printed
 

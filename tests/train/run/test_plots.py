@@ -41,6 +41,8 @@ def test_figures_name_the_run_and_count_elections_in_integers(tmp_path, monkeypa
     names = [path.stem for path in plots.draw(tmp_path)]
     assert names == ["training", "leaders", "consensus", "pace"]
     assert {figure.get_suptitle() for figure in drawn} == {f"{tmp_path.name}: easgd"}
+    for axes in [axes for figure in drawn for axes in figure.axes]:
+        assert axes.get_xlabel() and axes.get_ylabel()
     when, often = drawn[1].axes
     assert all(tick == int(tick) for tick in often.get_xticks())
     assert [len(line.get_xdata()) for line in drawn[3].axes[0].lines] == [1, 1, 1]
@@ -61,6 +63,8 @@ def test_figures_show_each_step_and_both_sides_of_an_exchange(tmp_path, monkeypa
     by_step, smooth = training.axes[0].lines
     np.testing.assert_array_equal(by_step.get_xydata(), [[1, 4], [2, 2], [300, 1.5]])
     assert len(smooth.get_xdata()) == 3
+    labels = [text.get_text() for text in training.axes[0].get_legend().get_texts()]
+    assert labels == ["each step", "smoothed"]
     by_second = training.axes[1].lines[0].get_xdata()
     np.testing.assert_array_equal(by_second, [1, 2, 300])
     before, after = (x.get_xydata().tolist() for x in consensus.axes[0].lines)

@@ -10,7 +10,7 @@ from train import launch
 from train.config import schema as configuration
 from train.config import settings
 from train.run import cli, resuming
-from train.run.result import Result, last_line, where
+from train.run.result import Result, last_lines, where
 
 
 def began(folder, *options, name="digits"):
@@ -119,7 +119,7 @@ def test_a_run_that_was_launched_is_launched_again(tmp_path, monkeypatch):
 def test_a_folder_that_is_gone_is_not_resumed(tmp_path):
     config = cli.parse(["digits"])
     stopped = Result(tmp_path / "none", 3, 1.0, None, signal.SIGINT, saved=False)
-    for line in (last_line(stopped, config), where(config, tmp_path / "none", 3)):
+    for line in (last_lines(stopped, config), where(config, tmp_path / "none", 3)):
         assert line.endswith(
             "none is gone (deleted, moved or not mounted): nothing can be resumed"
         )
