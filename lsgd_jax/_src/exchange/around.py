@@ -123,7 +123,7 @@ class Around:
             arguments and results have the axis of the workers everywhere.
           sizes: the sizes of the workers' axes by name, see `Outer.phase`.
           **options: passed on to `compile` for the program of the step alone, such as
-            ``donate_argnums=0``. The program of an exchange must not donate.
+            ``donate_argnums=0``.
 
         Raises:
           ValueError: a method with steps without a gradient.

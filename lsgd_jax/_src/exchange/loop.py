@@ -170,23 +170,26 @@ def _nodes(tree: Tree) -> tuple[list[tuple[Any, Any]], Any]:
 
 def _changes(before: Tree, after: Tree) -> dict[str, Tree]:
     """The nodes that differ, by number; each below its path, by which layouts are found."""
-    found = {}
+    changes = {}
     pairs = zip(_nodes(before)[0], _nodes(after)[0], strict=True)
-    for number, ((path, old), (_, new)) in enumerate(pairs):
-        if not is_same(old, new):
-            for key in reversed(keys(path)):
-                new = {key: new}
-            found[str(number)] = new
-    return found
+    for number, ((path, old), (_, node)) in enumerate(pairs):
+        if is_same(old, node):
+            continue
+        for key in reversed(keys(path)):
+            node = {key: node}
+        changes[str(number)] = node
+    return changes
 
 
 def _changed(before: Tree, changes: dict[str, Tree]) -> Tree:
     """The tree after the changes."""
     nodes, treedef = _nodes(before)
-    after = [node for _, node in nodes]
-    for number, new in changes.items():
-        path, _ = nodes[int(number)]
-        for key in keys(path):
-            new = new[key]
-        after[int(number)] = new
+    after = []
+    for number, (path, old) in enumerate(nodes):
+        node = old
+        if str(number) in changes:
+            node = changes[str(number)]
+            for key in keys(path):
+                node = node[key]
+        after.append(node)
     return treedef.unflatten(after)
