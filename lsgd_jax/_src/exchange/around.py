@@ -325,6 +325,8 @@ def around(
 
     It is written for one worker, like the step, and runs wherever the step runs:
     under `Workers.map`, `jax.pmap`, `jax.vmap` or `jax.shard_map` with the method's axes.
+    For a loop on the host `Workers.loop` and `Around.loop` compile the step once, and the
+    exchanges as programs of their own.
 
     Places in a tree are names of fields, keys of a dict, or positions, and tuples of them
     for trees inside: ``"params"``, ``0``, ``("model", "params")``. A place of () is the
@@ -365,7 +367,7 @@ def around(
     >>> workers = lj.Workers(nodes=1, locals=2)
     >>> train = lj.around(update, lj.local_sgd(period=2))
     >>> start = workers.replicate({"params": jnp.float32(0), "step": 0})
-    >>> state, step = workers.map(train.init)(start), workers.map(train)
+    >>> state, step = workers.map(train.init)(start), workers.loop(train)
     >>> for _ in range(2):
     ...     state, metrics = step(state, workers.put(jnp.array([1.0, 3.0])))
     ...     print(state.state["params"].round(2).tolist())
