@@ -32,7 +32,8 @@ Phases = tuple[Phase, ...]  # of each method around a step
 class Looped(Protocol):
     """An `Around`, as far as a loop needs it."""
 
-    is_separable: bool
+    @property
+    def is_separable(self) -> bool: ...
 
     def at_counts(self, counts: Sequence[int], sizes: Sizes | None) -> Phases: ...
 
@@ -58,7 +59,8 @@ class Loop:
         sizes: Sizes | None,
         options: Mapping[str, Any],
     ):
-        functools.update_wrapper(self, train, updated=())
+        wrapped: Any = train
+        functools.update_wrapper(self, wrapped, updated=())
         self._train = train
         self._compile = compile
         self._sizes = sizes
@@ -79,11 +81,11 @@ class Loop:
         if not self._train.is_separable:
             results = self._program(phases)(state, *args, **named)
         else:
-            results, taking_part = self._program(None)(state, *args, **named)
+            results, changes, taking_part = self._program(None)(state, *args, **named)
+            after = AroundState(_state_in(results).state, _changed(state.outer, changes))
             if any(phase != QUIET for phase in phases):
-                after = _state_in(results)
-                changes = self._program(phases)(after, taking_part)
-                results = _with_state(results, _changed(after, changes))
+                after = _changed(after, self._program(phases)(after, taking_part))
+            results = _with_state(results, after)
         self._last = _arrays_of_counts(_state_in(results))
         self._counts = [count + 1 for count in counts]
         return results
@@ -104,7 +106,7 @@ class Loop:
 
     def _compiled(self, phases: Phases | None) -> Callable[..., Any]:
         if phases is None:
-            return self._compile(self._train.deferring(), **self._options)
+            return self._compile(self._deferring(), **self._options)
         if not self._train.is_separable:
             return self._compile(self._train.in_phases(phases), **self._options)
 
@@ -112,6 +114,20 @@ class Loop:
             return _changes(state, self._train.exchange(state, taking_part, phases))
 
         return self._compile(exchange)
+
+    def _deferring(self) -> Callable[..., Any]:
+        """The step without its exchange, which changes little of the methods' states."""
+        defer = self._train.deferring()
+
+        @functools.wraps(defer)
+        def step(state: AroundState, *args: Any, **named: Any) -> tuple[Any, Tree, Any]:
+            results, taking_part = defer(state, *args, **named)
+            after = _state_in(results)
+            changes = _changes(state.outer, after.outer)
+            bare = _with_state(results, AroundState(after.state, ()))
+            return bare, changes, taking_part
+
+        return step
 
 
 # The state among the results of a step
@@ -137,9 +153,9 @@ def _with_state(results: Any, state: AroundState) -> Any:
 def _arrays_of_counts(state: AroundState) -> list[Any]:
     """The array in which each method counts the steps."""
     check_around_state(state)
-    is_one = isinstance(state.outer, OuterState)
-    each = (state.outer,) if is_one else state.outer
-    return [outer.exchange.count.value for outer in each]
+    outer = state.outer
+    each = (outer,) if isinstance(outer, OuterState) else outer
+    return [own.exchange.count.value for own in each]
 
 
 def _read(count: Any) -> int:
@@ -155,10 +171,11 @@ def _read(count: Any) -> int:
     return abs(int(np.ravel(count)[0]))
 
 
-# What an exchange changes
+# What a program changes
 #
-# Its program returns that alone: it neither copies the state of the optimizer nor reuses
-# its buffers, so the state before the exchange stays whole until the next one is there.
+# It returns that alone. So a step neither copies nor reads anchors and momenta, and an
+# exchange does so with the state of the optimizer. It does not reuse any buffer either: the
+# state before the exchange stays whole until the next one is there.
 
 
 def _nodes(tree: Tree) -> tuple[list[tuple[Any, Any]], Any]:

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as Spec
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.around import Around
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
-from lsgd_jax._src.exchange.loop import Loop
 from lsgd_jax._src.layouts import Specs, spread
 from lsgd_jax._src.shared import (
     WORKER_AXES,
@@ -311,24 +310,14 @@ class Workers:
         [0.0, 1.0, 4.0]
         """
 
-        mapped = self._compile(fn, donate, static)
-        if not self.debug:
-            return mapped
-
-        @functools.wraps(mapped)
-        def checked(*args, **named):
-            outputs = mapped(*args, **named)
-            check_not_misplaced(outputs, self.fetch)
-            return outputs
-
-        return checked
+        return self._checked(self._compile(fn, donate, static))
 
     def loop(
         self,
         step: Around,
         donate: int | Iterable[int] = (),
         static: str | Iterable[str] = (),
-    ) -> Loop:
+    ) -> Callable:
         """Turns a step with a method around it into one for a loop over the steps.
 
         The step is compiled once, as it was before. Each exchange is a small program of its
@@ -372,7 +361,21 @@ class Workers:
                 "`step` must be a step with a method around it, `lj.around(step, method)`, "
                 f"got {step!r}; `map` compiles any other function"
             )
-        return step.loop(self.map, sizes=self.sizes, donate=donate, static=static)
+        run = step.loop(self._compile, sizes=self.sizes, donate=donate, static=static)
+        return self._checked(run)
+
+    def _checked(self, mapped: Callable) -> Callable:
+        """The function, with a check of the states that it returns, if `debug` says so."""
+        if not self.debug:
+            return mapped
+
+        @functools.wraps(mapped)
+        def checked(*args, **named):
+            outputs = mapped(*args, **named)
+            check_not_misplaced(outputs, self.fetch)
+            return outputs
+
+        return checked
 
     def _compile(
         self,
