@@ -129,19 +129,20 @@ def test_equal_fragments_share_one_program():
 
 def both(state, target):
     """Of two networks; the state is not the first one of its results."""
-    one, loss = update(state["one"], target)
-    two, _ = update(state["two"], target)
-    return {"loss": loss, "state": {"one": one, "two": two}}
+    toward = lambda x, goal: x - 0.25 * (x - goal)
+    after = {name: jax.tree.map(toward, state[name], target) for name in state}
+    return {"loss": optax.tree.sum(target), "state": after}
 
 
 def both_starts(params):
-    return {"one": start(params), "two": start(params)}
+    return {"one": params, "two": params}
 
 
 @pytest.mark.parametrize("W", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_nested_methods_have_their_own_exchanges(W):
-    inner = lj.around(both, lj.local_sgd(1), params=("one", "params"))
-    train = lj.around(inner, lj.diloco(2), params=("two", "params"))
+    train = lj.around(
+        lj.around(both, lj.local_sgd(1), params="one"), lj.diloco(2), params="two"
+    )
     run = check_loop(train, W, both_starts)
     # The step, the exchange of one, and that of both.
     assert train.is_separable and len(run._programs) == 3
@@ -171,6 +172,30 @@ def test_the_step_sends_nothing_and_does_not_branch():
     counts = workers.put((np.ones(4, bool), np.ones(4, bool)))
     exchange = text(exchange, state, (counts,))
     assert COLLECTIVE.search(exchange)
+
+
+@pytest.mark.slow  # the numbers are those of the table
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_shards_inside_a_worker_stay_where_they_are(kind):
+    workers = lj.Workers(2, 1, inside={"fsdp": 2}, devices=jax.devices()[:4])
+    if kind == "explicit":
+        mesh = jax.make_mesh((2, 2), ("node", "fsdp"), devices=jax.devices()[:4])
+        workers = lj.Workers(mesh=mesh, axes="node")
+    train = lj.around(update, lj.diloco(2, wire="int8"))
+    specs = lj.layouts.largest_dimension("fsdp", 2, smallest=1)
+    params = {"w": np.ones((8, 512), np.float32), "b": np.ones((512, 6), np.float32)}
+    begin = lambda: workers.map(train.init)(workers.replicate(start(params), specs))
+    run, step = workers.loop(train, donate=0), workers.map(train, static="phase")
+    state, other = begin(), begin()
+    for t in range(1, 4):
+        rows = {name: np.stack([x * t, x + t]) for name, x in params.items()}
+        target = workers.put(rows, specs)
+        state, _ = run(state, target)
+        other, _ = step(other, target, phase=train.phase(t))
+        same(state, other)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other)):
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    assert "fsdp" in state.state["params"]["w"].sharding.spec
 
 
 # The count of steps
