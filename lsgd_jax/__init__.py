@@ -11,7 +11,6 @@ from lsgd_jax import topology as topology
 from lsgd_jax._src.exchange.aggregate import AggregateState as AggregateState
 from lsgd_jax._src.exchange.aggregate import aggregate as aggregate
 from lsgd_jax._src.exchange.around import Around as Around
-from lsgd_jax._src.exchange.around import AroundState as AroundState
 from lsgd_jax._src.exchange.around import around as around
 from lsgd_jax._src.exchange.diagnostics import Diagnostics as Diagnostics
 from lsgd_jax._src.exchange.diagnostics import diagnostics as diagnostics
@@ -20,6 +19,8 @@ from lsgd_jax._src.exchange.exchange import Exchange as Exchange
 from lsgd_jax._src.exchange.exchange import exchange as exchange
 from lsgd_jax._src.exchange.kernel import Pull as Pull
 from lsgd_jax._src.exchange.kernel import PullState as PullState
+from lsgd_jax._src.exchange.loop import Loop as Loop
+from lsgd_jax._src.exchange.outer import AroundState as AroundState
 from lsgd_jax._src.exchange.outer import Outer as Outer
 from lsgd_jax._src.exchange.outer import OuterState as OuterState
 from lsgd_jax._src.exchange.outer import outer as outer

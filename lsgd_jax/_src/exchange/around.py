@@ -9,16 +9,24 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
 import optax
 
 from lsgd_jax._src.exchange.exchange import Exchange
-from lsgd_jax._src.exchange.outer import Outer, OuterState, outer
-from lsgd_jax._src.exchange.phases import Phase, Sizes
+from lsgd_jax._src.exchange.loop import Loop
+from lsgd_jax._src.exchange.outer import (
+    AroundState,
+    Outer,
+    OuterState,
+    check_around_state,
+    outer,
+)
+from lsgd_jax._src.exchange.phases import QUIET, Phase, Sizes, skips_of
+from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.layouts import Specs, children
 from lsgd_jax._src.trees import Tree
 
@@ -27,18 +35,6 @@ Key = str | int
 Path = Key | tuple[Key, ...]
 Places = Path | list[Path]
 Lens = tuple[Callable[[Tree], Tree], Callable[[Tree, Tree], Tree]]
-
-
-class AroundState(NamedTuple):
-    """The state of a step with a method around it.
-
-    Attributes:
-      state: the program's own state, as its step takes and returns it.
-      outer: the method's state; of nested ones a tuple of all, the inner ones first.
-    """
-
-    state: Tree
-    outer: OuterState | tuple[OuterState, ...]
 
 
 class Around:
@@ -97,18 +93,9 @@ class Around:
           phase: what `phase(t)` returned, see `Outer.step`. It is called ``outer_phase`` if
             the step has an argument `phase` of its own.
         """
-        phase = named.pop(self._phase_name, None)
-        if not isinstance(state, AroundState):
-            raise ValueError(
-                "`state` must be the `AroundState` that `init` made of the program's own "
-                f"state, got {type(state).__name__}"
-            )
-        phases = self._each("phase", phase)
-        before = self._each("state", state.outer)
-        results = self._step(state.state, *args, **named)
-        given = [level for level in self._levels if level._result is not None]
-        place = (given or self._levels)[0]._place(results, state.state)
-        losses = [level._loss_of(results, place) for level in self._levels]
+        phases = self._each("phase", named.pop(self._phase_name, None))
+        before = self._states(state)
+        results, place, losses = self._stepped(state, args, named)
         after = self._exchanged(at(results, place), before, losses, phases)
         return put(results, place, after)
 
@@ -122,6 +109,113 @@ class Around:
         phases = self._each("phase", phase)
         before = self._each("state", state.outer)
         return self._exchanged(state.state, before, [None] * len(before), phases)
+
+    def loop(
+        self, compile: Callable[..., Any], *, sizes: Sizes | None = None, **options: Any
+    ) -> Loop:
+        """Returns the step for a loop on the host that knows which step is due.
+
+        See `Workers.loop`. This form is for programs that map over the workers themselves:
+        ``train.loop(functools.partial(jax.pmap, axis_name="batch"))``.
+
+        Args:
+          compile: from a function of one worker to the compiled one of all workers, whose
+            arguments and results have the axis of the workers everywhere.
+          sizes: the sizes of the workers' axes by name, see `Outer.phase`.
+          **options: passed on to `compile` for the program of the step alone, such as
+            ``donate_argnums=0``.
+
+        Raises:
+          ValueError: a method with steps without a gradient.
+        """
+        if any(skips_of(level._own.pulls) for level in self._levels):
+            raise ValueError(
+                "a loop needs a batch at each step, but this method has steps without a "
+                "gradient: call the step if `phase(t).needs_gradient`, otherwise `skip`"
+            )
+        return Loop(self, compile, sizes, options)
+
+    def at_counts(self, counts: Sequence[int], sizes: Sizes | None) -> tuple[Phase, ...]:
+        """The phase of each method at the step after its count; see `Loop`."""
+        pairs = zip(self._levels, counts)
+        return tuple(level._own.phase(count + 1, sizes) for level, count in pairs)
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether its exchanges may be programs of their own, see `Outer.is_separable`.
+
+        The own step of a rule comes after the exchanges of the methods inside of it.
+        """
+        outers = [level._own for level in self._levels]
+        return all(own.is_separable for own in outers) and not any(
+            pull.rule.step is not silent for own in outers[1:] for pull in own.pulls
+        )
+
+    def in_phases(self, phases: Sequence[Phase]) -> Callable[..., Any]:
+        """The whole step for the phase of each method."""
+        phase = {self._phase_name: self._joined([*phases])}
+
+        @functools.wraps(self._step)
+        def step(state: AroundState, *args: Any, **named: Any) -> Any:
+            return self(state, *args, **named, **phase)
+
+        return step
+
+    def deferring(self) -> Callable[..., tuple[Any, Any]]:
+        """The step without its exchange: its results, and what `exchange` needs of it."""
+
+        @functools.wraps(self._step)
+        def step(state: AroundState, *args: Any, **named: Any) -> tuple[Any, Any]:
+            before = self._states(state)
+            results, place, losses = self._stepped(state, args, named)
+            inner = at(results, place)
+            own = []
+            counts = []
+            for level, of_outer, loss in zip(self._levels, before, losses):
+                params, of_outer, each = level._own.defer(
+                    level._params(inner), of_outer, loss=loss
+                )
+                inner = level._with_params(inner, params)
+                own.append(of_outer)
+                counts.append(each)
+            after = AroundState(inner, self._joined(own))
+            return put(results, place, after), tuple(counts)
+
+        return step
+
+    def exchange(
+        self, state: AroundState, counts: Any, phases: Sequence[Phase]
+    ) -> AroundState:
+        """The state after the exchange that `deferring` has left out.
+
+        phases: of each method.
+        """
+        inner = state.state
+        own = []
+        for level, of_outer, each, phase in zip(
+            self._levels, self._states(state), counts, phases
+        ):
+            if phase != QUIET:
+                params, of_outer = level._own.exchange(
+                    level._params(inner), of_outer, each, phase=phase
+                )
+                inner = level._with_params(inner, params)
+            own.append(of_outer)
+        return AroundState(inner, self._joined(own))
+
+    def _stepped(
+        self, state: AroundState, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[Any, tuple[Key, ...], list[Any]]:
+        """The results of the step, the place of its state, and the loss of each method."""
+        results = self._step(state.state, *args, **named)
+        given = [level for level in self._levels if level._result is not None]
+        place = (given or self._levels)[0]._place(results, state.state)
+        return results, place, [level._loss_of(results, place) for level in self._levels]
+
+    def _states(self, state: Any) -> Sequence[OuterState]:
+        """The state of each method."""
+        check_around_state(state)
+        return self._each("state", state.outer)
 
     def _exchanged(
         self,
@@ -231,6 +325,8 @@ def around(
 
     It is written for one worker, like the step, and runs wherever the step runs:
     under `Workers.map`, `jax.pmap`, `jax.vmap` or `jax.shard_map` with the method's axes.
+    For a loop on the host `Workers.loop` and `Around.loop` compile the step once, and the
+    exchanges as programs of their own.
 
     Places in a tree are names of fields, keys of a dict, or positions, and tuples of them
     for trees inside: ``"params"``, ``0``, ``("model", "params")``. A place of () is the
@@ -271,7 +367,7 @@ def around(
     >>> workers = lj.Workers(nodes=1, locals=2)
     >>> train = lj.around(update, lj.local_sgd(period=2))
     >>> start = workers.replicate({"params": jnp.float32(0), "step": 0})
-    >>> state, step = workers.map(train.init)(start), workers.map(train)
+    >>> state, step = workers.map(train.init)(start), workers.loop(train)
     >>> for _ in range(2):
     ...     state, metrics = step(state, workers.put(jnp.array([1.0, 3.0])))
     ...     print(state.state["params"].round(2).tolist())

@@ -179,7 +179,8 @@ def _of(node, pull, rule, schedule=None) -> Diagnostics:
     # A user's own vmap has stacked values that are equal on all workers.
     first = (0,) * jnp.ndim(node.count.value)
     return Diagnostics(
-        steps=node.count.value[first],
+        # Below 0 the exchange of the last step has not run, see `loop`.
+        steps=abs(node.count.value[first]),
         restored=pull.restored,
         dropped=getattr(pull, "dropped", None),
         misplaced=node.misplaced,

@@ -4,7 +4,7 @@ It is the counterpart of `exchange` for training steps that return new parameter
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +17,19 @@ from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import exchange as lock_step
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.exchange import Exchange, InPhases
+from lsgd_jax._src.exchange.kernel import PullState
 from lsgd_jax._src.exchange.noted import note
 from lsgd_jax._src.exchange.phases import QUIET, Known, Phase
 from lsgd_jax._src.exchange.replicas import Rows
-from lsgd_jax._src.exchange.rule import Extras
+from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras
 from lsgd_jax._src.exchange.step import ExchangeState, Step
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import Specs
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import Group
+
+
+Counts = tuple[Array, ...]  # bool scalars
 
 
 class OuterState(NamedTuple):
@@ -40,6 +44,27 @@ class OuterState(NamedTuple):
 
     exchange: ExchangeState
     before: Tree | tuple[()]
+
+
+class AroundState(NamedTuple):
+    """The state of a step with a method around it.
+
+    Attributes:
+      state: the program's own state, as its step takes and returns it.
+      outer: the method's state; of nested ones a tuple of all, the inner ones first.
+    """
+
+    state: Tree
+    outer: OuterState | tuple[OuterState, ...]
+
+
+def check_around_state(state: Any) -> None:
+    """Raises ValueError unless it is an `AroundState`."""
+    if not isinstance(state, AroundState):
+        raise ValueError(
+            "`state` must be the `AroundState` that `init` made of the program's own "
+            f"state, got {type(state).__name__}"
+        )
 
 
 class Outer(InPhases):
@@ -122,6 +147,62 @@ class Outer(InPhases):
             after = functools.partial(run, known=known)
             return self._of_one_worker(after, params, state, loss, extras)
 
+    @property
+    def is_separable(self) -> bool:
+        """Whether an exchange may be a program of its own, after that of the step.
+
+        It is not if a rule depends on x, or if messages are to travel while the next
+        gradient is computed.
+        """
+        return not (self.remembers or any(pull.delay for pull in self.pulls))
+
+    @with_automatic_axes
+    def defer(
+        self, params: Tree, state: OuterState, *, loss: Any = None
+    ) -> tuple[Tree, OuterState, Counts]:
+        """`step` without its exchange, for any step of a method that is separable.
+
+        Returns:
+          (params, state, counts): counts: for each pull, whether loss and rule let this
+          worker take part. `exchange` takes them if a pull is due at this step.
+        """
+        params = trees.arrays(params)
+        note((pull.rule.axes for pull in self.pulls), params, is_silent=True)
+        with lock_step.naming_the_state(state, lambda: self.init(params)):
+            loss = lock_step.loss_of(None, loss)
+            return self._of_one_worker(self._deferring, params, state, loss)
+
+    def _deferring(self, params: Tree, state: OuterState, loss: Any) -> Any:
+        at = Step(self.pulls, state.exchange, Known())
+        y, states, counts = self._stepped(at, params, state.exchange.pulls, loss, NO_EXTRAS)
+        return trees.refill(y, params), OuterState(at.defer(states), ()), counts
+
+    @with_automatic_axes
+    def exchange(
+        self, params: Tree, state: OuterState, counts: Counts, *, phase: Phase
+    ) -> tuple[Tree, OuterState]:
+        """The exchange that `defer` has left out: afterwards all is as after `step`.
+
+        Args:
+          params, state, counts: what `defer` returned.
+          phase: what ``phase(t)`` returned for the step.
+        """
+        params = trees.arrays(params)
+        known = Known.of(self.pulls, None, phase)
+        note((pull.rule.axes for pull in self.pulls), params)
+        run = functools.partial(self._deferred, known=known)
+        with lock_step.naming_the_state(state, lambda: self.init(params)):
+            return self._of_one_worker(run, params, state, counts)
+
+    def _deferred(
+        self, params: Tree, state: OuterState, counts: Counts, known: Known
+    ) -> Any:
+        before = state.exchange
+        y = trees.floats(params)
+        at = Step(self.pulls, before, known, is_deferred=True)
+        y, after = at.arrive(y, False, y, before.pulls, counts, before.is_finite)
+        return trees.refill(y, params), OuterState(after, ())
+
     def _of_one_worker(self, fn: Callable[..., Tree], params: Tree, *args: Any) -> Tree:
         """fn(params, *args); under a `jax.vmap` over replicas as on `Workers`."""
         known = layouts.TYPED.get()
@@ -176,18 +257,30 @@ class Outer(InPhases):
     ) -> Any:
         """With y alone, the rules' own steps start from x = y and u = 0."""
         before = state.exchange
+        at = Step(self.pulls, before, known)
+        states = at.depart(trees.floats(params), before.pulls, loss)
+        y, states, counts = self._stepped(at, params, states, loss, extras)
+        y, after = at.arrive(y, False, y, states, counts, before.is_finite)
+        return trees.refill(y, params), OuterState(after, ())
+
+    def _stepped(
+        self,
+        at: Step,
+        params: Tree,
+        states: Sequence[PullState],
+        loss: Any,
+        extras: Extras,
+    ) -> tuple[Tree, tuple[PullState, ...], Counts]:
+        """The leaves of floats, states and counts after the rules' own steps."""
         y = trees.floats(params)
         still = trees.zeros(y)
-        at = Step(self.pulls, before, known)
-        states = at.depart(y, before.pulls, loss)
         u, states, counts = kernel.step_rules(
             at.pulls, y, still, loss, states, at.t, extras
         )
         # x + 0 may have other bits than x: -0.0 becomes 0.0.
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
-        y, after = at.arrive(y, False, y, states, counts, before.is_finite)
-        return trees.refill(y, params), OuterState(after, ())
+        return y, states, counts
 
 
 @by_value

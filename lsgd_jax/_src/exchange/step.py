@@ -3,6 +3,9 @@
     depart   sends the messages of delayed pulls; nothing of this step's gradient enters
     arrive   after the worker's own step: all other pulls agree, and what is due lands
 
+A program of its own may run what arrives, after that of the worker's step (see `loop`). The
+step then leaves its number as a negative count, until the exchange has run: `defer`.
+
 A due step packs the parameters into a few buffers, and runs the pulls one after the other.
 """
 
@@ -33,7 +36,8 @@ class ExchangeState(NamedTuple):
     """The state of an `exchange`.
 
     Attributes:
-      count: int32 scalar, steps taken; shared.
+      count: int32 scalar, steps taken; shared. It is negative while the exchange of the
+        last step has not run, which only a `Loop` sees.
       is_finite: bool scalar, whether this worker was finite at the last check; otherwise it
         waits to be restored; per worker.
       misplaced: int32 scalar, the number of steps at which x was not where the exchange had
@@ -57,18 +61,27 @@ class Step:
       pulls: the pulls, in order.
       state: the state before the step.
       known: what is known of what is due.
+      is_deferred: whether the worker's own step is over and its exchange was deferred.
 
     Attributes:
       pulls: the pull of each state.
       t: int32 scalar, the number of this step, counted from 1.
     """
 
-    def __init__(self, pulls: Sequence[Pull], state: ExchangeState, known: Known):
+    def __init__(
+        self,
+        pulls: Sequence[Pull],
+        state: ExchangeState,
+        known: Known,
+        is_deferred: bool = False,
+    ):
         count = state.count.value
         check_step_count(count)
-        self.t = jnp.asarray(optax.safe_increment(count))
+        self.t = _number(count, is_deferred)
         # The same t for branches and what stands in them; see `unbatched`.
-        self._common = jnp.asarray(optax.safe_increment(unbatched(count)))
+        self._common = _number(unbatched(count), is_deferred)
+        # An exchange that was omitted, or one without its step.
+        self._is_wrong = (count >= 0) if is_deferred else (count < 0)
         self._method = pulls
         self._known = known
         self._state = state
@@ -153,12 +166,29 @@ class Step:
             else each
             for k, each in enumerate(states)
         )
-        missed = self._known.differs(self._method, self.t)
+        missed = any_of(self._known.differs(self._method, self.t), self._is_wrong)
         return u, self._state._replace(
             count=Shared(self.t),
             is_finite=is_finite,
             misplaced=self._state.misplaced + jnp.asarray(missed, jnp.int32),
             pulls=states,
+        )
+
+    def defer(self, states: Sequence[PullState]) -> ExchangeState:
+        """Returns the state after the worker's own step, without what arrives.
+
+        If that is anything, the count is negative until another `Step` lets it arrive.
+
+        Args:
+          states: see `kernel.local`.
+        """
+        # From t itself: a program without branches must not read another worker's count.
+        acts = self._known.acts(self._slots, self.t)
+        is_due = any_of(*(each.arrives for each in acts))
+        return self._state._replace(
+            count=Shared(jnp.where(is_due, -self.t, self.t)),
+            misplaced=self._state.misplaced + self._is_wrong.astype(jnp.int32),
+            pulls=tuple(states),
         )
 
     def _run(
@@ -292,3 +322,9 @@ class Step:
         state = acting.take(states)
         after = kernel.recorded(acting.pull, view.x, view.y(u), state, takes_part)
         return acting.put(states, state, after)
+
+
+def _number(count: Array, is_deferred: bool) -> Array:
+    """The number of the step after a count, or of that whose exchange was deferred."""
+    taken = jnp.abs(count)
+    return taken if is_deferred else jnp.asarray(optax.safe_increment(taken))

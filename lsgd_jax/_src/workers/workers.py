@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_option, check_positive_int
+from lsgd_jax._src.exchange.around import Around
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.layouts import Specs, spread
 from lsgd_jax._src.shared import (
@@ -309,7 +310,62 @@ class Workers:
         [0.0, 1.0, 4.0]
         """
 
-        mapped = self._compile(fn, donate, static)
+        return self._checked(self._compile(fn, donate, static))
+
+    def loop(
+        self,
+        step: Around,
+        donate: int | Iterable[int] = (),
+        static: str | Iterable[str] = (),
+    ) -> Callable:
+        """Turns a step with a method around it into one for a loop over the steps.
+
+        The step is compiled once, as it was before. Each exchange is a small program of its
+        own, which runs after the steps on which it is due; equal ones share a program. The
+        numbers and states are those of ``map(step)``.
+
+        The loop counts the steps on the host: from the state of the first call, and of any
+        call whose state is not the one that was returned last, such as a restored one. A
+        method with a `delay`, or whose rule reads the parameters before the step (`dpsgd`,
+        `sgp`, `parle`, …, or ``check="every_step"``), needs whole steps: one program for
+        each phase.
+
+        Args:
+          step: what `around` returned.
+          donate: as for `map`; the exchanges never reuse their arguments' buffers.
+          static: as for `map`.
+
+        Returns:
+          A function of the same signature as ``map(step)``, not to be called under
+          `jax.jit`.
+
+        Raises:
+          ValueError: a step that is not from `around`, or of a method with steps without a
+            gradient (`palsgd`).
+
+        >>> import jax.numpy as jnp
+        >>> import lsgd_jax as lj
+        >>> workers = lj.Workers(nodes=1, locals=2)
+        >>> update = lambda x, goal: (x - 0.5 * (x - goal), (x - goal) ** 2)
+        >>> train = lj.around(update, lj.local_sgd(period=2), params=(), result=0, loss=1)
+        >>> run = workers.loop(train)
+        >>> state = workers.map(train.init)(workers.put(jnp.array([0.0, 8.0])))
+        >>> for _ in range(2):
+        ...     state, loss = run(state, workers.put(jnp.array([2.0, 4.0])))
+        ...     print(state.state.tolist())
+        [1.0, 6.0]
+        [3.25, 3.25]
+        """
+        if not isinstance(step, Around):
+            raise ValueError(
+                "`step` must be a step with a method around it, `lj.around(step, method)`, "
+                f"got {step!r}; `map` compiles any other function"
+            )
+        run = step.loop(self._compile, sizes=self.sizes, donate=donate, static=static)
+        return self._checked(run)
+
+    def _checked(self, mapped: Callable) -> Callable:
+        """The function, with a check of the states that it returns, if `debug` says so."""
         if not self.debug:
             return mapped
 
