@@ -35,7 +35,8 @@ def trees():
 
 
 def is_private(name):
-    return any(x.startswith("_") and not x.startswith("__") for x in name.split("."))
+    words = [x for x in name.split(".") if x != "_"]  # by itself it is no name
+    return any(x.startswith("_") and not x.startswith("__") for x in words)
 
 
 def defined(trees):

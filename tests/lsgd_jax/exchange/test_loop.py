@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import COLLECTIVE, GUARDED, METHODS, mostly_slow
+from harness import COLLECTIVE, GUARDED, METHODS, RULES, mostly_slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import loop
@@ -84,9 +84,9 @@ def check_loop(train, W=4, start=start):
 
 
 PULLING = {
-    name: functools.partial(method.make, 4)
-    for name, method in METHODS.items()
-    if not (method.first or method.around or name.startswith("palsgd"))
+    name: functools.partial(METHODS[name].make, 4)
+    for name in RULES
+    if not (METHODS[name].first or METHODS[name].around or name.startswith("palsgd"))
 }
 # Where steps are whole, the programs are those of the phases, and some rows are enough.
 ALONE = [name for name, make in PULLING.items() if lj.outer(make()).is_separable]
