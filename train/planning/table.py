@@ -17,7 +17,7 @@ Cells = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """Candidates with the same settings and the same cells.
 
     Attributes:
@@ -49,7 +49,7 @@ class Table:
     advice: Advice
     with_all_columns: bool = False
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """The rows of the table.
 
         The candidates that the advice names come first, then the fastest of each method,
@@ -58,7 +58,7 @@ class Table:
         rows = self._grouped()
         row_of = {id(x): row for row in rows for x in row.candidates}
         most = ALL_ROWS if self.with_all_columns else ROWS
-        chosen: dict[int, Row] = {}
+        chosen: dict[int, TableRow] = {}
         for found in self._by_importance():
             if id(found) in row_of and len(chosen) < most:
                 row = row_of[id(found)]
@@ -89,18 +89,18 @@ class Table:
         advice = self.advice
         return [advice.base, advice.best, advice.least, advice.candidates[0]]
 
-    def _grouped(self) -> list[Row]:
+    def _grouped(self) -> list[TableRow]:
         """All candidates that gain, those with equal cells in one row."""
         named = {id(x) for x in self._named()}
         cells_of: Callable[[Candidate], Cells] = self._short_cells
         if self.with_all_columns:
             cells_of = self._all_cells
-        rows: dict[tuple[str, ...], Row] = {}
+        rows: dict[tuple[str, ...], TableRow] = {}
         for found in self.advice.candidates:
             if id(found) in named or self.advice.gains(found):
                 cells = cells_of(found)
                 key = (*found.words, *cells.values())
-                rows.setdefault(key, Row([], cells)).candidates.append(found)
+                rows.setdefault(key, TableRow([], cells)).candidates.append(found)
         return list(rows.values())
 
     def _short_cells(self, found: Candidate) -> Cells:

@@ -26,10 +26,11 @@ from train.run.result import NONFINITE, Result
 QUICK = "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --log-every 2".split()
 
 NETWORKS = (
-    "digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer, encoder-decoder"
+    "mlp, digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer, "
+    "encoder-decoder"
 )
 WRONG = [  # a command line, and a part of the message
-    ("--steps 3", "expected one of cifar10-cnn7, cifar10-resnet20,"),
+    ("--steps 3", "expected one of arrays, cifar10-cnn7, cifar10-resnet20,"),
     ("digts", "got 'digts'; did you mean digits?; see python -m train --help"),
     ("digits --stepz 3", "option --stepz; did you mean --steps?; see python -m train digi"),
     ("digits --nonsense", "option --nonsense; see python -m train digits --help"),
