@@ -1,12 +1,13 @@
-"""LSGD over several hosts in a loop of your own, saved and resumed by Orbax.
+"""DiLoCo between several hosts in a loop of your own, saved and resumed by Orbax.
 
     python examples/two_hosts.py HOST:PORT 2 0 FOLDER  # on the first host, which is HOST
     python examples/two_hosts.py HOST:PORT 2 1 FOLDER  # on the second host
 
 The arguments are the address of process 0, the number of processes, the number of this
-process, and a folder for checkpoints that all hosts share. The program makes each process a
-node, and each of its devices a worker. To try it on one machine, start both commands there,
-in two terminals, with 127.0.0.1:1234 as the address and ``--emulate 2``.
+process, and a folder for checkpoints that all hosts share. The devices of a host average
+their gradients at each step. The hosts exchange parameters every 16 steps. To try it on one
+machine, start both commands there, in two terminals, with 127.0.0.1:1234 as the address and
+``--emulate 2``.
 
 The same commands continue from the last checkpoint. After a SIGTERM to any process, all
 processes save at the same step and end with status 75. If a process is killed or raises an
@@ -29,7 +30,7 @@ from jax.experimental import multihost_utils
 import lsgd_jax as lj
 
 
-tx = optax.chain(optax.adam(1e-2), lj.lsgd(local_period=4, global_period=16))
+optimizer = optax.chain(lj.allreduce(axes="local"), optax.adam(3e-3))
 
 
 def draw(worker, step):
@@ -46,26 +47,31 @@ def loss_of(params, x, y):
     return jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - y).mean()
 
 
-def train_step(state, x, y):
-    """The step of one worker."""
-    params = state["params"]
-    loss, grads = jax.value_and_grad(loss_of)(params, x, y)
-    updates, opt_state = tx.update(grads, state["opt_state"], params, loss=loss)
-    return {"params": lj.apply_updates(params, updates), "opt_state": opt_state}, loss
+def update(state, x, y):
+    """The step of one device, which is a worker."""
+    loss, grads = jax.value_and_grad(loss_of)(state["params"], x, y)
+    updates, opt_state = optimizer.update(grads, state["opt_state"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt_state": opt_state}, loss
+
+
+train_step = lj.around(update, lj.diloco(period=16, axes="node"))
 
 
 def start(workers):
     """The state before the first step, equal in all processes."""
     normal = np.random.default_rng(0).normal
-    params = workers.replicate({"in": normal(size=(8, 64)) / 3, "out": np.zeros((64, 1))})
-    return {"params": params, "opt_state": workers.map(tx.init)(params)}
+    draws = {"in": normal(size=(8, 64)) / 3, "out": np.zeros((64, 1))}
+    params = jax.tree.map(np.float32, draws)
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    return workers.map(train_step.init)(workers.replicate(state))
 
 
 def train(folder, steps, save_every):
     """Trains until the last step or a SIGTERM. All processes call it."""
     workers = lj.Workers(nodes=jax.process_count(), locals=jax.local_device_count())
     state = start(workers)
-    step = workers.map(train_step, donate=0)
+    step = workers.loop(train_step, donate=0)
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=save_every, max_to_keep=2, cleanup_tmp_directories=True
     )
@@ -88,7 +94,7 @@ def train(folder, steps, save_every):
                 manager.wait_until_finished()
                 print(f"stopped and saved at step {t}", flush=True)
                 sys.exit(75)  # EX_TEMPFAIL: the same command goes on
-    center = workers.fetch(lj.center(state["params"], state["opt_state"]))
+    center = workers.fetch(lj.center(state.state["params"], state))
     loss = loss_of(center, *draw(0, 0))  # training begins at step 1
     digest = hashlib.sha256(b"".join(x.tobytes() for x in jax.tree.leaves(center)))
     print(f"loss of the center {loss:.4f}, digest {digest.hexdigest()[:16]}")

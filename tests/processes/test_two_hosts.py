@@ -80,7 +80,7 @@ def test_each_process_trains_its_workers_on_their_own_data(undisturbed):
         x, y = zip(*(example.draw(worker, t) for worker in range(4)))
         state, _ = step(state, *workers.put((np.stack(x), np.stack(y))))
     assert np.ptp(x, axis=0).min() > 0  # workers have different data
-    center = lj.center(state["params"], state["opt_state"])
+    center = lj.center(state.state["params"], state)
     loss = float(example.loss_of(center, *example.draw(0, 0)))
     assert undisturbed[0] == pytest.approx(loss, abs=2e-4)
 
