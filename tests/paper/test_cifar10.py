@@ -76,7 +76,8 @@ def test_the_later_recipe_has_nesterovs_momentum(tmp_path):
 def test_every_network_fits_its_images():
     for model in cifar10.GOALS:
         configs, _, _ = cifar10.parse(["--model", model, "--methods", "sgd", "--out", "x"])
-        check_model_fits(configs["sgd", 0], (1, *[configs["sgd", 0].data.crop] * 2))
+        crop = configs["sgd", 0].data.crop
+        check_model_fits(configs["sgd", 0], (1, crop, crop, 3))
 
 
 def test_leader_changes_are_counted(tmp_path):
