@@ -47,7 +47,7 @@ FIRST = {
     "which method": "choosing",
     "which method should I use": "choosing",
     "resume after preemption": "faults",
-    "train on two sites": "slow_networks",
+    "train on two sites": "two_sites",
 }
 
 
