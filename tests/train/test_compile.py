@@ -184,6 +184,6 @@ def test_a_command_of_the_page_runs_to_the_end(program, options, capsys):
         pytest.skip(f"needs {package}")
     main, said = {
         "compile": (compile.main, "devices"),
-        "plan": (plan.main, "data parallel at this link"),
+        "plan": (plan.main, "in place of"),
     }[program]
     assert main(options.split()) == 0 and said in capsys.readouterr().out
