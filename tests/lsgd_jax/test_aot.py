@@ -821,7 +821,7 @@ def test_every_method_is_compiled_for_pods():
     assert not [name for name in missing if not wire.search(name)]
 
 
-def due(form, name):
+def due_step(form, name):
     """The phase of a due step, its program, and the bytes that its pulls say cross."""
     make, kind, shards = FORMS[form]
     W = 8 // shards
@@ -838,7 +838,7 @@ def ratios(form, name):
     """What `MEASURED` has: temporaries / parameters, bytes that cross / bytes said."""
     make, kind, shards = FORMS[form]
     (base,) = make(kind, "").values()
-    _, program, said = due(form, name)
+    _, program, said = due_step(form, name)
     temporaries = program.memory.temporaries - base.memory.temporaries
     return temporaries / (4 * PARAMETERS / shards), program.across / max(said, 1)
 
@@ -865,7 +865,7 @@ def test_a_method_on_a_pod(form, name):
     quiet = [x for phase, x in make(kind, name).items() if phase and phase.is_quiet]
     crossing = [x for program in quiet for x in program.collectives if x.crosses]
     assert not crossing, f"a quiet step sends across {cluster(kind).unit}s: {crossing}"
-    phase, program, said = due(form, name)
+    phase, program, said = due_step(form, name)
     if phase is None and method_of(name, 8).due > 1:
         crossing = [x for x in program.collectives if x.crosses]
         assert all(x.conditional for x in crossing), "a silent step sends"

@@ -80,13 +80,14 @@ class Loop:
         phases = self._train.at_counts(counts, self._sizes)
         if not self._train.is_separable:
             results = self._program(phases)(state, *args, **named)
+            after = _state_in(results)
         else:
             results, changes, taking_part = self._program(None)(state, *args, **named)
             after = AroundState(_state_in(results).state, _changed(state.outer, changes))
             if any(phase != QUIET for phase in phases):
                 after = _changed(after, self._program(phases)(after, taking_part))
             results = _with_state(results, after)
-        self._last = _arrays_of_counts(_state_in(results))
+        self._last = _arrays_of_counts(after)
         self._counts = [count + 1 for count in counts]
         return results
 

@@ -55,9 +55,10 @@ def begun(train, workers, start=start):
 
 
 def state_in(results):
-    is_state = lambda node: isinstance(node, lj.AroundState)
-    nodes = jax.tree.leaves(results, is_leaf=is_state)
-    return next(filter(is_state, nodes))
+    def is_state(node):
+        return isinstance(node, lj.AroundState)
+
+    return next(filter(is_state, jax.tree.leaves(results, is_leaf=is_state)))
 
 
 def same(found, expected):
@@ -71,13 +72,16 @@ def check_loop(train, W=4, start=start):
     It donates the state. What a step does not return must be alive nevertheless.
     """
     workers = workers_of(W)
-    run, state = workers.loop(train, donate=0), begun(train, workers, start)
-    step, other = workers.map(train, static="phase"), jax.tree.map(jnp.copy, state)
+    run = workers.loop(train, donate=0)
+    step = workers.map(train, static="phase")
+    state = begun(train, workers, start)
+    other = jax.tree.map(jnp.copy, state)
     for t, target in enumerate(map(workers.put, targets_of(W)), start=1):
         expected = step(other, target, phase=train.phase(t, workers.sizes))
         found = run(state, target)
         same(found, expected)
-        state, other = state_in(found), state_in(expected)
+        state = state_in(found)
+        other = state_in(expected)
     assert not any(level.misplaced.any() for level in lj.diagnostics(state))
     assert all(level.exchanges for level in lj.diagnostics(state))
     return run
@@ -159,7 +163,8 @@ def test_the_own_step_of_an_outer_method_comes_after_the_inner_exchange():
 def test_the_step_sends_nothing_and_does_not_branch():
     workers = workers_of(4)
     train = lj.around(update, lj.lsgd(0.3, 0.2, 2, 4))
-    run, state = workers.loop(train), begun(train, workers)
+    run = workers.loop(train)
+    state = begun(train, workers)
     target = workers.put(targets_of(4)[0])
     for _ in range(2):
         state, _ = run(state, target)
@@ -208,7 +213,8 @@ def test_the_count_is_read_once_and_again_from_another_state(monkeypatch):
     monkeypatch.setattr(loop, "_read", lambda count: reads.append(read(count)) or reads[-1])
     workers = workers_of(1)
     train = lj.around(update, lj.local_sgd(3))
-    run, state = workers.loop(train), begun(train, workers)
+    run = workers.loop(train)
+    state = begun(train, workers)
     targets = [workers.put(target) for target in targets_of(1)]
     for target in targets[:4]:
         state, _ = run(state, target)
