@@ -235,14 +235,41 @@ def all_finite(tree: Tree) -> Array:
     axes = known_axes()
 
     def everywhere(tree: Tree) -> Array:
-        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-        if not finite:
+        leaves = jax.tree.leaves(tree)
+        inexact = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not inexact:
             return jnp.int8(1)
+        finite = lax.platform_dependent(inexact, cpu=_finite_in_one_pass, default=_finite)
         # A sort finds the minimum, because XLA fuses nothing across it; see `materialized`.
         lowest = lax.sort(jnp.stack(finite).astype(jnp.int8))[0]
         return lax.pmin(lowest, axes) if axes else lowest
 
     return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
+
+
+def _finite(leaves: list[Array]) -> list[Array]:
+    """Whether all elements of each leaf are finite."""
+    return [jnp.isfinite(x).all() for x in leaves]
+
+
+def _finite_in_one_pass(leaves: list[Array]) -> list[Array]:
+    """The same, by two equal reductions at once.
+
+    XLA for CPUs compiles one reduction to three kernels, but two at once to one. That takes
+    half the time to compile and to run.
+    """
+
+    def test(x: Array) -> Array:
+        fails = (~jnp.isfinite(x)).astype(jnp.int32)
+        none = jnp.zeros([], jnp.int32)
+        first, second = lax.reduce((fails, fails), (none, none), _larger, tuple(range(x.ndim)))
+        return first + second == 0
+
+    return [test(x) for x in leaves]
+
+
+def _larger(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    return lax.max(a[0], b[0]), lax.max(a[1], b[1])
 
 
 def has_headroom(tree: Tree) -> Array:
