@@ -96,6 +96,32 @@ def printed(folder, session):
     return {"alone": alone, "fetched": repr(workers.fetch(lj.diagnostics(state))[0])}
 
 
+def looped(folder, session):
+    """Whether a loop, which compiles beside its steps, has the numbers of the phases."""
+    workers = lj.Workers(2, 4)
+
+    def update(x, goal):
+        return jax.tree.map(lambda x, g: x - 0.5 * (x - g), x, goal), 0.0
+
+    def equal(x, y):
+        return bool(jnp.array_equal(x, y))
+
+    method = lj.diloco(6, fragments=3, wire="int8")
+    train = lj.around(update, method, params=(), result=0, loss=1)
+    loop, step = workers.loop(train, donate=0), workers.map(train, static="phase")
+    draw = np.random.default_rng(0).normal
+    start = [draw(size=(8, n)).astype(np.float32) for n in (3, 40, 5)]
+    goal = workers.put([x[::-1] for x in start])
+    states = [workers.map(train.init)(workers.put(start)) for _ in range(2)]
+    for t in range(1, 13):
+        states = [
+            loop(states[0], goal)[0],
+            step(states[1], goal, phase=train.phase(t, workers.sizes))[0],
+        ]
+    found, expected = workers.fetch(states)
+    return all(jax.tree.leaves(jax.tree.map(equal, found, expected)))
+
+
 # The trainer
 
 

@@ -50,6 +50,12 @@ def test_the_processes_together_have_a_cpu_device_for_each_worker(tmp_path):
 # The library
 
 
+@pytest.mark.slow  # a loop compiles as in one process
+def test_a_loop_that_compiles_beside_its_steps_keeps_the_order_of_messages(tmp_path):
+    answers, _ = run("looped", tmp_path, 2)
+    assert answers == [True, True]
+
+
 def on_two_hosts(folder):
     """Runs the methods in four processes, of which 1 and 3 see another boot id."""
     shown = "/proc/sys/kernel/random/boot_id"

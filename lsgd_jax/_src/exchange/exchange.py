@@ -13,10 +13,11 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.complex_leaves import in_pairs
-from lsgd_jax._src.exchange import fragments, kernel, parts
+from lsgd_jax._src.exchange import fragments, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.noted import note
 from lsgd_jax._src.exchange.options import PullOptions, with_options
+from lsgd_jax._src.exchange.own_step import Chained
 from lsgd_jax._src.exchange.phases import QUIET, Known, Phase, Sizes, all_phases, phase_at
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule
@@ -208,12 +209,8 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             u = trees.widened(trees.floats(updates, like=params))
             # Before anything moves: x must be where the last step has left it.
             wrong = misplaced(state.expected, x)
-            at = Step(pulls, state, known)
-            states = at.depart(x, state.pulls, loss)
-            u, states, counts, is_finite = kernel.local(
-                at.pulls, x, u, loss, states, state.is_finite, at.t, check, extras
-            )
-            u, after = at.arrive(x, True, u, states, counts, is_finite)
+            own = Chained(x, u, check)
+            u, after = Step(pulls, state, known).take(own, loss, extras)
             # Elements of u can be read only if u is an array of its own. On a quiet step it
             # is fused with the optimizer and `apply_updates`, and reading it would cost a
             # pass.

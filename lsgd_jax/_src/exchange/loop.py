@@ -10,15 +10,18 @@ it positive again. So a state in which an exchange is missing shows that it is.
 
 Some methods need whole steps, and then each phase is one program: if messages are to travel
 while a gradient is computed, and if a rule reads the parameters before the step.
+
+The programs of later steps are compiled while the first steps run, see `ahead`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from lsgd_jax._src.exchange.ahead import Ahead
 from lsgd_jax._src.exchange.outer import AroundState, OuterState, check_around_state
 from lsgd_jax._src.exchange.phases import QUIET, Phase, Sizes
 from lsgd_jax._src.layouts import keys
@@ -27,6 +30,10 @@ from lsgd_jax._src.trees import Tree, is_same
 
 
 Phases = tuple[Phase, ...]  # of each method around a step
+
+# The programs of these next steps, and exchanges, are compiled before they are due.
+STEPS_AHEAD = 2048
+EXCHANGES_AHEAD = 256
 
 
 class Looped(Protocol):
@@ -66,6 +73,8 @@ class Loop:
         self._sizes = sizes
         self._options = options
         self._programs: dict[Phases | None, Callable[..., Any]] = {}
+        self._ahead = Ahead()
+        self._coming: Iterator[Phases] | None = None
         self._last: list[Any] = []  # the arrays in which the last state counts its steps
         self._counts: list[int] = []
 
@@ -78,15 +87,19 @@ class Loop:
         """
         counts = self._counts_of(state)
         phases = self._train.at_counts(counts, self._sizes)
+        # Before the step: the state is still there if the compilation fails.
+        self._ahead.wait_for(phases)
         if not self._train.is_separable:
             results = self._program(phases)(state, *args, **named)
             after = _state_in(results)
+            self._compile_ahead(counts, (after, *args), named)
         else:
             results, changes, taking_part = self._program(None)(state, *args, **named)
             after = AroundState(_state_in(results).state, _changed(state.outer, changes))
-            if any(phase != QUIET for phase in phases):
+            if _is_due(phases):
                 after = _changed(after, self._program(phases)(after, taking_part))
             results = _with_state(results, after)
+            self._compile_ahead(counts, (after, taking_part), {})
         self._last = _arrays_of_counts(after)
         self._counts = [count + 1 for count in counts]
         return results
@@ -98,6 +111,34 @@ class Loop:
         if known and all(a is b for a, b in zip(arrays, self._last)):
             return self._counts
         return list(map(_read, arrays))
+
+    def _compile_ahead(
+        self, counts: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        """Begins to compile the program that is due first, of those that are missing.
+
+        args, named: like those of the program.
+        """
+        if self._ahead.is_busy:
+            return
+        if self._coming is None:
+            self._coming = self._phases_after(counts)
+        for phases in self._coming:
+            if phases not in self._programs:
+                self._ahead.begin(phases, self._program(phases), args, named)
+                return
+
+    def _phases_after(self, counts: Sequence[int]) -> Iterator[Phases]:
+        """Yields the phases of the next exchanges, in their order."""
+        exchanges = 0
+        for steps in range(1, STEPS_AHEAD + 1):
+            later = [count + steps for count in counts]
+            phases = self._train.at_counts(later, self._sizes)
+            if _is_due(phases):
+                yield phases
+                exchanges += 1
+            if exchanges == EXCHANGES_AHEAD:
+                return
 
     def _program(self, phases: Phases | None) -> Callable[..., Any]:
         """The compiled program of these phases; None: the step without an exchange."""
@@ -129,6 +170,11 @@ class Loop:
             return bare, changes, taking_part
 
         return step
+
+
+def _is_due(phases: Phases) -> bool:
+    """Whether any method exchanges."""
+    return any(phase != QUIET for phase in phases)
 
 
 # The state among the results of a step

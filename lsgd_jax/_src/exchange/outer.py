@@ -4,21 +4,16 @@ It is the counterpart of `exchange` for training steps that return new parameter
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jax import Array
 
 from lsgd_jax._src import layouts, trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import exchange as lock_step
-from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.exchange import Exchange, InPhases
-from lsgd_jax._src.exchange.kernel import PullState
 from lsgd_jax._src.exchange.noted import note
+from lsgd_jax._src.exchange.own_step import Alone, Counts, Remembered, Stepped
 from lsgd_jax._src.exchange.phases import QUIET, Known, Phase
 from lsgd_jax._src.exchange.replicas import Rows
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras
@@ -27,9 +22,6 @@ from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import Specs
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import Group
-
-
-Counts = tuple[Array, ...]  # bool scalars
 
 
 class OuterState(NamedTuple):
@@ -137,15 +129,28 @@ class Outer(InPhases):
           ValueError: parameters or a state of another structure or shape than those of
             `init`; no loss for a method that needs it.
         """
-        params = trees.arrays(params)
         loss = lock_step.loss_of(value, loss)
-        extras = lock_step.extras_of(self.pulls, params, grad)
+        extras = lock_step.extras_of(self.pulls, trees.arrays(params), grad)
         known = Known.of(self.pulls, due, phase)
-        note((pull.rule.axes for pull in self.pulls), params, known.phase == QUIET)
-        run = self._from_before if self.remembers else self._from_here
-        with lock_step.naming_the_state(state, lambda: self.init(params)):
-            after = functools.partial(run, known=known)
-            return self._of_one_worker(after, params, state, loss, extras)
+        step = functools.partial(self._step, known=known)
+        is_silent = known.phase == QUIET
+        return self._run(step, params, state, loss, extras, is_silent=is_silent)
+
+    def _step(
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, known: Known
+    ) -> tuple[Tree, OuterState]:
+        at = Step(self.pulls, state.exchange, known)
+        y, exchange = at.take(self._own_step(params, state), loss, extras)
+        before = y if self.remembers else ()
+        return trees.refill(y, params), OuterState(exchange, before)
+
+    def _own_step(self, params: Tree, state: OuterState) -> Remembered | Alone:
+        """The training step that has returned these parameters."""
+        y = trees.floats(params)
+        if not self.remembers:
+            return Alone(y)
+        check_same_tree("params", y, state.before)
+        return Remembered(state.before, y, self.method.check)
 
     @property
     def is_separable(self) -> bool:
@@ -166,16 +171,17 @@ class Outer(InPhases):
           (params, state, counts): counts: for each pull, whether loss and rule let this
           worker take part. `exchange` takes them if a pull is due at this step.
         """
-        params = trees.arrays(params)
-        note((pull.rule.axes for pull in self.pulls), params, is_silent=True)
-        with lock_step.naming_the_state(state, lambda: self.init(params)):
-            loss = lock_step.loss_of(None, loss)
-            return self._of_one_worker(self._deferring, params, state, loss)
+        loss = lock_step.loss_of(None, loss)
+        return self._run(self._defer, params, state, loss, is_silent=True)
 
-    def _deferring(self, params: Tree, state: OuterState, loss: Any) -> Any:
+    def _defer(
+        self, params: Tree, state: OuterState, loss: Any
+    ) -> tuple[Tree, OuterState, Counts]:
         at = Step(self.pulls, state.exchange, Known())
-        y, states, counts = self._stepped(at, params, state.exchange.pulls, loss, NO_EXTRAS)
-        return trees.refill(y, params), OuterState(at.defer(states), ()), counts
+        own = self._own_step(params, state)
+        stepped = at.move(own, state.exchange.pulls, loss, NO_EXTRAS)
+        exchange = at.defer(stepped.states)
+        return trees.refill(stepped.u, params), OuterState(exchange, ()), stepped.counts
 
     @with_automatic_axes
     def exchange(
@@ -187,21 +193,40 @@ class Outer(InPhases):
           params, state, counts: what `defer` returned.
           phase: what ``phase(t)`` returned for the step.
         """
-        params = trees.arrays(params)
         known = Known.of(self.pulls, None, phase)
-        note((pull.rule.axes for pull in self.pulls), params)
-        run = functools.partial(self._deferred, known=known)
-        with lock_step.naming_the_state(state, lambda: self.init(params)):
-            return self._of_one_worker(run, params, state, counts)
+        exchange = functools.partial(self._exchange, known=known)
+        is_silent = known.phase == QUIET
+        return self._run(exchange, params, state, counts, is_silent=is_silent)
 
-    def _deferred(
+    def _exchange(
         self, params: Tree, state: OuterState, counts: Counts, known: Known
-    ) -> Any:
+    ) -> tuple[Tree, OuterState]:
         before = state.exchange
         y = trees.floats(params)
-        at = Step(self.pulls, before, known, is_deferred=True)
-        y, after = at.arrive(y, False, y, before.pulls, counts, before.is_finite)
-        return trees.refill(y, params), OuterState(after, ())
+        stepped = Stepped(
+            x=y,
+            u=y,
+            is_update=False,
+            states=before.pulls,
+            counts=counts,
+            is_finite=before.is_finite,
+        )
+        y, exchange = Step(self.pulls, before, known, is_deferred=True).arrive(stepped)
+        return trees.refill(y, params), OuterState(exchange, ())
+
+    def _run(
+        self,
+        fn: Callable[..., Tree],
+        params: Tree,
+        state: OuterState,
+        *args: Any,
+        is_silent: bool,
+    ) -> Any:
+        """fn(params, state, *args) of one worker, which exchanges unless it is silent."""
+        params = trees.arrays(params)
+        note((pull.rule.axes for pull in self.pulls), params, is_silent)
+        with lock_step.naming_the_state(state, lambda: self.init(params)):
+            return self._of_one_worker(fn, params, state, *args)
 
     def _of_one_worker(self, fn: Callable[..., Tree], params: Tree, *args: Any) -> Tree:
         """fn(params, *args); under a `jax.vmap` over replicas as on `Workers`."""
@@ -214,73 +239,6 @@ class Outer(InPhases):
             return fn(params, *args)
         known = rows.layouts(self.specs, params) if known is None else known
         return rows.run(fn, (params, *args), known)
-
-    def _from_before(
-        self, params: Tree, state: OuterState, loss: Any, extras: Extras, known: Known
-    ) -> Any:
-        """With x known, the step is that of `exchange` with u = y - x."""
-        x = state.before
-        y = trees.floats(params)
-        before = state.exchange
-        check_same_tree("params", y, x)
-
-        def gap(x: Array, y: Array) -> Array:
-            # Where x is not finite, `apply_updates` uses u as the parameter itself.
-            return trees.widened(y) - trees.finite_part(trees.widened(x))
-
-        # From here on the kernel cannot tell that the step was not one of optax.
-        u = jax.tree.map(gap, x, y)
-        at = Step(self.pulls, before, known)
-        states = at.depart(y, before.pulls, loss)
-        stepped, states, counts, is_finite = kernel.local(
-            at.pulls,
-            x,
-            u,
-            loss,
-            states,
-            before.is_finite,
-            at.t,
-            self.method.check,
-            extras,
-        )
-
-        def keep(y: Array, z: Array, u: Array, moved: Array) -> Array:
-            # x + (y - x) may round to a neighbor of y.
-            return jnp.where((u == moved) & jnp.isfinite(y), y, z)
-
-        y = jax.tree.map(keep, y, trees.apply_updates(x, stepped), u, stepped)
-        y, after = at.arrive(x, False, y, states, counts, is_finite)
-        return trees.refill(y, params), OuterState(after, y)
-
-    def _from_here(
-        self, params: Tree, state: OuterState, loss: Any, extras: Extras, known: Known
-    ) -> Any:
-        """With y alone, the rules' own steps start from x = y and u = 0."""
-        before = state.exchange
-        at = Step(self.pulls, before, known)
-        states = at.depart(trees.floats(params), before.pulls, loss)
-        y, states, counts = self._stepped(at, params, states, loss, extras)
-        y, after = at.arrive(y, False, y, states, counts, before.is_finite)
-        return trees.refill(y, params), OuterState(after, ())
-
-    def _stepped(
-        self,
-        at: Step,
-        params: Tree,
-        states: Sequence[PullState],
-        loss: Any,
-        extras: Extras,
-    ) -> tuple[Tree, tuple[PullState, ...], Counts]:
-        """The leaves of floats, states and counts after the rules' own steps."""
-        y = trees.floats(params)
-        still = trees.zeros(y)
-        u, states, counts = kernel.step_rules(
-            at.pulls, y, still, loss, states, at.t, extras
-        )
-        # x + 0 may have other bits than x: -0.0 becomes 0.0.
-        if not trees.is_same(u, still):
-            y = trees.plus(y, u)
-        return y, states, counts
 
 
 @by_value

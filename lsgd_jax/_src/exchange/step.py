@@ -1,7 +1,8 @@
-"""One step of an exchange in lock step: messages that depart before it, pulls that arrive.
+"""One step of an exchange in lock step, which `exchange` and `outer` take alike.
 
     depart   sends the messages of delayed pulls; nothing of this step's gradient enters
-    arrive   after the worker's own step: all other pulls agree, and what is due lands
+    move     the worker's own step; communicates nothing
+    arrive   all other pulls agree, and what is due lands
 
 A program of its own may run what arrives, after that of the worker's step (see `loop`). The
 step then leaves its number as a negative count, until the exchange has run: `defer`.
@@ -9,7 +10,6 @@ step then leaves its number as a negative count, until the exchange has run: `de
 A due step packs the parameters into a few buffers, and runs the pulls one after the other.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +24,9 @@ from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.fragments import Acting, slots_of
 from lsgd_jax._src.exchange.kernel import Pull, PullState
 from lsgd_jax._src.exchange.memory import to_host
+from lsgd_jax._src.exchange.own_step import Before, OwnStep, Stepped
 from lsgd_jax._src.exchange.phases import Known
+from lsgd_jax._src.exchange.rule import Extras
 from lsgd_jax._src.exchange.schedule import Acts
 from lsgd_jax._src.exchange.view import View
 from lsgd_jax._src.shared import Shared
@@ -90,16 +92,32 @@ class Step:
         self._acts = known.acts(self._slots, self._common)
         self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
 
-    def depart(
-        self, x: Tree, states: Sequence[PullState], loss: Array | None
-    ) -> tuple[PullState, ...]:
+    def take(self, own: OwnStep, loss: Any, extras: Extras) -> tuple[Tree, ExchangeState]:
+        """Takes the whole step.
+
+        Args:
+          own: the worker's own step.
+          loss: the loss of the step, or None.
+          extras: the further arguments of `update`, for rules that read them.
+
+        Returns:
+          (u, state): both after the step; y in place of u unless the own step is an update.
+        """
+        departed = self.depart(own.x, loss)
+        stepped = self.move(own, departed, loss, extras)
+        return self.arrive(stepped)
+
+    def depart(self, x: Tree, loss: Any) -> tuple[PullState, ...]:
         """Sends the messages of delayed pulls, before anything of this step is known.
 
         Args:
-          x: the leaves of floats.
-          states: the pulls' states.
+          x: the leaves of floats, for their shapes and dtypes.
           loss: see `beside_a_gradient`.
+
+        Returns:
+          The pulls' states.
         """
+        states = self._state.pulls
         delayed = [k for k, pull in enumerate(self.pulls) if pull.delay]
         if not delayed:
             return tuple(states)
@@ -133,32 +151,33 @@ class Step:
 
         return cond(self._acts[k].sends, send, lambda state: state, state)
 
-    def arrive(
-        self,
-        x: Tree,
-        is_update: bool,
-        u: Tree,
-        states: Sequence[PullState],
-        counts: Sequence[Array],
-        is_finite: Array,
-    ) -> tuple[Tree, ExchangeState]:
-        """Runs the pulls that are due after the worker's own step.
+    def move(
+        self, own: OwnStep, states: Sequence[PullState], loss: Any, extras: Extras
+    ) -> Stepped:
+        """Returns the worker after its own step and those of the rules.
 
         Args:
-          x: the parameters before the step, for the rules that read them.
-          is_update: whether u is an update of x, and not y itself.
-          u, states, counts, is_finite: see `kernel.local`.
+          own, loss, extras: see `take`.
+          states: the pulls' states.
+        """
+        is_finite = self._state.is_finite
+        return own.stepped(Before(self.pulls, states, is_finite, self.t, loss, extras))
+
+    def arrive(self, stepped: Stepped) -> tuple[Tree, ExchangeState]:
+        """Runs the pulls that are due after the worker's own step.
 
         Returns:
-          (u, state): both after this step.
+          (u, state): see `take`.
         """
-        run = functools.partial(self._run, x, is_update, counts, is_finite)
+
+        def run(u: Tree, states: tuple[PullState, ...]) -> Any:
+            return self._run(stepped._replace(u=u, states=states))
 
         def keep(u: Tree, states: tuple[PullState, ...]) -> Any:
-            return u, states, is_finite
+            return u, states, stepped.is_finite
 
         due = self._due(acts.arrives for acts in self._acts)
-        u, states, is_finite = cond(due, run, keep, u, tuple(states))
+        u, states, is_finite = cond(due, run, keep, stepped.u, stepped.states)
         # The bytes of an exchange are known while tracing, also on steps that send nothing.
         states = tuple(
             each._replace(traffic=each.traffic.each(self._sent[k]))
@@ -180,7 +199,7 @@ class Step:
         If that is anything, the count is negative until another `Step` lets it arrive.
 
         Args:
-          states: see `kernel.local`.
+          states: the pulls' states after `move`.
         """
         # From t itself: a program without branches must not read another worker's count.
         acts = self._known.acts(self._slots, self.t)
@@ -191,27 +210,20 @@ class Step:
             pulls=tuple(states),
         )
 
-    def _run(
-        self,
-        x: Tree,
-        is_update: bool,
-        counts: Sequence[Array],
-        is_finite: Array,
-        u: Tree,
-        states: Sequence[PullState],
-    ) -> tuple[Tree, tuple[PullState, ...], Array]:
+    def _run(self, stepped: Stepped) -> tuple[Tree, tuple[PullState, ...], Array]:
         """The pulls, one after the other, on a worker that is packed once."""
-        whole = View.of(x, is_update)
-        if is_update:
+        whole = View.of(stepped.x, stepped.is_update)
+        u = stepped.u
+        if stepped.is_update:
             # Otherwise XLA repeats the optimizer's step wherever u is read, and copies the
             # optimizer's state, whose old and new values are both alive then.
             u = lax.optimization_barrier(u)
         worker = whole.packing.pack(u)
-        is_finite &= whole.all_finite(worker)
+        is_finite = stepped.is_finite & whole.all_finite(worker)
         after = []
-        for k, state in enumerate(states):
+        for k, state in enumerate(stepped.states):
             for index, acts in self._acts_after_the_step(k):
-                acting = self._slots[k].acting(index, self._common, x)
+                acting = self._slots[k].acting(index, self._common, stepped.x)
                 if acting.fragment is not None:
                     # A pull for each fragment has found this at the fragments before it.
                     is_finite |= whole.all_finite(worker) & (acting.fragment > 0)
@@ -219,7 +231,7 @@ class Step:
                     # Otherwise XLA fuses the pulls, and all their targets stay alive.
                     worker = lax.optimization_barrier(worker)
                 view = whole.of_part(acting.pull.part)
-                takes_part = counts[k] & is_finite
+                takes_part = stepped.counts[k] & is_finite
                 moved, state, restored = self._arrived(
                     k, acting, acts, view, takes_part, view.get(worker), state
                 )

@@ -330,6 +330,10 @@ class Workers:
         `sgp`, `parle`, …, or ``check="every_step"``), needs whole steps: one program for
         each phase.
 
+        Programs are compiled in a thread while earlier steps run, the next one first. If a
+        compilation fails, the step that needs the program raises its error before it
+        begins. A process that ends meanwhile waits for the program that is being compiled.
+
         Args:
           step: what `around` returned.
           donate: as for `map`; the exchanges never reuse their arguments' buffers.

@@ -1,0 +1,77 @@
+"""Ahead: a program is compiled in a thread while the steps before its first call run.
+
+jax keeps the result of `lower(...).compile()`, and the ordinary call with such arguments
+finds it. Tracing stays in the thread of the caller, whose contexts and settings it reads.
+Compilation runs in C++, without Python's lock, and communicates nothing.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+
+class Ahead:
+    """Compiles one program at a time.
+
+    The end of the process waits for a compilation that has begun: XLA cannot cancel it, and
+    aborts if Python takes the thread away.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._key: Hashable = None
+        self._errors: list[Exception] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a compilation is in progress."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(
+        self,
+        key: Hashable,
+        program: Callable[..., Any],
+        args: Sequence[Any],
+        named: Mapping[str, Any],
+    ) -> None:
+        """Begins to compile a program, if it can be compiled before it is called.
+
+        Args:
+          key: the name of the program for `wait_for`.
+          program: a function that `jax.jit` or the like returned. Any other one is left
+            alone.
+          args, named: arguments like those of its first call. Their values are not read,
+            and their buffers may be gone.
+        """
+        lower = getattr(program, "lower", None)
+        if lower is None or jax.config.jax_disable_jit:  # type: ignore
+            return
+        try:
+            lowered = lower(*args, **named)
+        except Exception:
+            return  # The call itself says what is wrong.
+        self._key = key
+        self._errors = []
+        self._thread = threading.Thread(target=self._compile, args=(lowered,))
+        self._thread.start()
+
+    def _compile(self, lowered: Any) -> None:
+        try:
+            lowered.compile()
+        except Exception as error:
+            self._errors.append(error)
+
+    def wait_for(self, key: Hashable) -> None:
+        """Waits for the compilation of a program, if it has begun.
+
+        Raises:
+          Exception: of the compilation. The next call compiles the program itself.
+        """
+        if self._thread is None or self._key != key:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._errors:
+            raise self._errors.pop()
