@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from train.cluster import devices, rendezvous
+import lsgd_jax as lj
+from train.cluster import rendezvous
 from train.cluster.session import Session
 from train.config import Config, DistributedConfig
 
@@ -81,14 +82,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
 
 
-def join(config: Config, options: argparse.Namespace, hosts: int) -> Session:
-    """Joins the processes of `run_again`, which have one device each."""
+def join(config: Config, options: argparse.Namespace, hosts: int, each: int = 1) -> Session:
+    """Joins the processes of `run_again`.
+
+    each: the number of devices of a process.
+    """
     distributed = DistributedConfig(
         coordinator=options.coordinator, num_processes=hosts, process_id=options.worker
     )
-    session = rendezvous.join(dataclasses.replace(config, distributed=distributed))
-    devices.provide(hosts, hosts)
-    return session
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(each)  # by which `join` leaves them alone
+    lj.emulate_devices(each)
+    return rendezvous.join(dataclasses.replace(config, distributed=distributed))
 
 
 @contextlib.contextmanager

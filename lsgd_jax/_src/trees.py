@@ -262,7 +262,9 @@ def _finite_in_one_pass(leaves: list[Array]) -> list[Array]:
     def test(x: Array) -> Array:
         fails = (~jnp.isfinite(x)).astype(jnp.int32)
         none = jnp.zeros([], jnp.int32)
-        first, second = lax.reduce((fails, fails), (none, none), _larger, tuple(range(x.ndim)))
+        first, second = lax.reduce(
+            (fails, fails), (none, none), _larger, tuple(range(x.ndim))
+        )
         return first + second == 0
 
     return [test(x) for x in leaves]

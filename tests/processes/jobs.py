@@ -122,6 +122,37 @@ def looped(folder, session):
     return all(jax.tree.leaves(jax.tree.map(equal, found, expected)))
 
 
+def beside(folder, session):
+    """Whether an exchange on devices beside those that train has the numbers of one inside.
+
+    The messages of both travel between the processes, and a state is fetched by all.
+    """
+    workers = lj.Workers(2, 4)
+    assert jax.local_device_count() == 8
+
+    def update(x, goal):
+        return jax.tree.map(lambda x, g: x - 0.5 * (x - g), x, goal), 0.0
+
+    train = lj.around(update, lj.local_sgd(4, delay=2), params=(), result=0, loss=1)
+    loop = workers.loop(train, donate=0, beside=True)
+    step = workers.map(train, static="phase")
+    draw = np.random.default_rng(0).normal
+    start = [draw(size=(8, n)).astype(np.float32) for n in (3, 40)]
+    goal = workers.put([x[::-1] for x in start])
+    states = [workers.map(train.init)(workers.put(start)) for _ in range(2)]
+    for t in range(1, 12):
+        states = [
+            loop(states[0], goal)[0],
+            step(states[1], goal, phase=train.phase(t, workers.sizes))[0],
+        ]
+        found, expected = workers.fetch(states)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    return [pull.exchanges for pull in workers.fetch(lj.diagnostics(states[0]))]
+
+
+beside.devices = 16
+
+
 # The trainer
 
 

@@ -56,6 +56,12 @@ def test_a_loop_that_compiles_beside_its_steps_keeps_the_order_of_messages(tmp_p
     assert answers == [True, True]
 
 
+@pytest.mark.slow  # in one process `test_beside.py`
+def test_messages_travel_beside_the_training_between_processes(tmp_path):
+    answers, _ = run("beside", tmp_path, 2)
+    assert answers == [[3], [3]]
+
+
 def on_two_hosts(folder):
     """Runs the methods in four processes, of which 1 and 3 see another boot id."""
     shown = "/proc/sys/kernel/random/boot_id"

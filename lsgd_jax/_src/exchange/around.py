@@ -64,15 +64,14 @@ class Around:
         # The methods around one step, the inner ones first.
         inner = step._levels if isinstance(step, Around) else ()
         self._levels: tuple[Around, ...] = (*inner, self)
-        methods = tuple(level._own for level in self._levels)
-        self.outer = methods if inner else self._own
+        self.outer = self.methods if inner else self._own
         self._step = step._step if isinstance(step, Around) else step
         # `Workers.map(static='phase')` and `jax.jit` look the argument up in the signature.
         self._phase_name, self.__signature__ = _with_phase(self._step)
 
     def init(self, state: Tree) -> AroundState:
         """Returns the state before the first step, from the program's own state."""
-        params = [level._params(state) for level in self._levels]
+        params = self.params_of(state)
         _warn_of_a_second_iterate(state, params)
         each = [level._own.init(own) for level, own in zip(self._levels, params)]
         return AroundState(state, self._joined(each))
@@ -134,6 +133,15 @@ class Around:
                 "gradient: call the step if `phase(t).needs_gradient`, otherwise `skip`"
             )
         return Loop(self, compile, sizes, options)
+
+    @property
+    def methods(self) -> tuple[Outer, ...]:
+        """The method of each level, the inner ones first."""
+        return tuple(level._own for level in self._levels)
+
+    def params_of(self, state: Tree) -> list[Tree]:
+        """The parameters of each method in the program's state."""
+        return [level._params(state) for level in self._levels]
 
     def at_counts(self, counts: Sequence[int], sizes: Sizes | None) -> tuple[Phase, ...]:
         """The phase of each method at the step after its count; see `Loop`."""

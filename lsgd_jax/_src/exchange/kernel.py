@@ -648,7 +648,7 @@ def land(
         idle = jnp.full_like(state.pending.stage, IDLE)
         idle = to_host(idle) if pull.memory == "host" else idle
         state = state._replace(pending=state.pending._replace(stage=idle))
-    if pull.delay and pull.is_narrow:
+    if pull.delay and state.wire:
         # XLA for GPUs would clear the error where the message is encoded, which would then
         # wait for this step's loss.
         wire = placed(pull, state, to_device).wire

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from lsgd_jax._src.exchange.ahead import Ahead
-from lsgd_jax._src.exchange.outer import AroundState, OuterState, check_around_state
+from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState, check_around_state
 from lsgd_jax._src.exchange.phases import QUIET, Phase, Sizes
 from lsgd_jax._src.layouts import keys
 from lsgd_jax._src.shared import Shared
@@ -41,6 +41,11 @@ class Looped(Protocol):
 
     @property
     def is_separable(self) -> bool: ...
+
+    @property
+    def methods(self) -> tuple[Outer, ...]: ...
+
+    def params_of(self, state: Tree) -> list[Tree]: ...
 
     def at_counts(self, counts: Sequence[int], sizes: Sizes | None) -> Phases: ...
 
@@ -78,6 +83,10 @@ class Loop:
         self._last: list[Any] = []  # the arrays in which the last state counts its steps
         self._counts: list[int] = []
 
+    @property
+    def _is_separable(self) -> bool:
+        return self._train.is_separable
+
     def __call__(self, state: AroundState, *args: Any, **named: Any) -> Any:
         """Returns the results of the step, after the exchange if one is due.
 
@@ -86,31 +95,49 @@ class Loop:
           args, named: the other arguments of the step.
         """
         counts = self._counts_of(state)
-        phases = self._train.at_counts(counts, self._sizes)
+        phases = self._phases_at(counts)
         # Before the step: the state is still there if the compilation fails.
         self._ahead.wait_for(phases)
-        if not self._train.is_separable:
+        if not self._is_separable:
             results = self._program(phases)(state, *args, **named)
-            after = _state_in(results)
+            after = state_in(results)
             self._compile_ahead(counts, (after, *args), named)
         else:
-            results, changes, taking_part = self._program(None)(state, *args, **named)
-            after = AroundState(_state_in(results).state, _changed(state.outer, changes))
-            if _is_due(phases):
-                after = _changed(after, self._program(phases)(after, taking_part))
-            results = _with_state(results, after)
+            results, new, taking_part = self._program(None)(state, *args, **named)
+            after = AroundState(state_in(results).state, changed(state.outer, new))
+            if self._is_due(phases):
+                after = self._exchanged(after, taking_part, phases)
+            results = with_state(results, after)
             self._compile_ahead(counts, (after, taking_part), {})
         self._last = _arrays_of_counts(after)
         self._counts = [count + 1 for count in counts]
         return results
 
-    def _counts_of(self, state: AroundState) -> list[int]:
-        """The steps that each method has taken, read from a state that is new here."""
+    def _phases_at(self, counts: Sequence[int]) -> Phases:
+        """What each method does at the step after its count."""
+        return self._train.at_counts(counts, self._sizes)
+
+    def _is_due(self, phases: Phases) -> bool:
+        """Whether any method exchanges."""
+        return any(phase != QUIET for phase in phases)
+
+    def _exchanged(
+        self, state: AroundState, taking_part: Any, phases: Phases
+    ) -> AroundState:
+        """The state after the exchange."""
+        return changed(state, self._program(phases)(state, taking_part))
+
+    def _is_last(self, state: AroundState) -> bool:
+        """Whether this loop has returned the state last."""
         arrays = _arrays_of_counts(state)
         known = len(arrays) == len(self._last)
-        if known and all(a is b for a, b in zip(arrays, self._last)):
+        return known and all(a is b for a, b in zip(arrays, self._last))
+
+    def _counts_of(self, state: AroundState) -> list[int]:
+        """The steps that each method has taken, read from a state that is new here."""
+        if self._is_last(state):
             return self._counts
-        return list(map(_read, arrays))
+        return list(map(_read, _arrays_of_counts(state)))
 
     def _compile_ahead(
         self, counts: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
@@ -125,16 +152,21 @@ class Loop:
             self._coming = self._phases_after(counts)
         for phases in self._coming:
             if phases not in self._programs:
-                self._ahead.begin(phases, self._program(phases), args, named)
+                given = self._like_those_of(phases, args)
+                self._ahead.begin(phases, self._program(phases), given, named)
                 return
+
+    def _like_those_of(self, phases: Phases, args: Sequence[Any]) -> Sequence[Any]:
+        """Arguments like those of the program, from those at a step without an exchange."""
+        return args
 
     def _phases_after(self, counts: Sequence[int]) -> Iterator[Phases]:
         """Yields the phases of the next exchanges, in their order."""
         exchanges = 0
         for steps in range(1, STEPS_AHEAD + 1):
             later = [count + steps for count in counts]
-            phases = self._train.at_counts(later, self._sizes)
-            if _is_due(phases):
+            phases = self._phases_at(later)
+            if self._is_due(phases):
                 yield phases
                 exchanges += 1
             if exchanges == EXCHANGES_AHEAD:
@@ -149,11 +181,11 @@ class Loop:
     def _compiled(self, phases: Phases | None) -> Callable[..., Any]:
         if phases is None:
             return self._compile(self._deferring(), **self._options)
-        if not self._train.is_separable:
+        if not self._is_separable:
             return self._compile(self._train.in_phases(phases), **self._options)
 
         def exchange(state: AroundState, taking_part: Any) -> Tree:
-            return _changes(state, self._train.exchange(state, taking_part, phases))
+            return changes(state, self._train.exchange(state, taking_part, phases))
 
         return self._compile(exchange)
 
@@ -164,17 +196,12 @@ class Loop:
         @functools.wraps(defer)
         def step(state: AroundState, *args: Any, **named: Any) -> tuple[Any, Tree, Any]:
             results, taking_part = defer(state, *args, **named)
-            after = _state_in(results)
-            changes = _changes(state.outer, after.outer)
-            bare = _with_state(results, AroundState(after.state, ()))
-            return bare, changes, taking_part
+            after = state_in(results)
+            new = changes(state.outer, after.outer)
+            bare = with_state(results, AroundState(after.state, ()))
+            return bare, new, taking_part
 
         return step
-
-
-def _is_due(phases: Phases) -> bool:
-    """Whether any method exchanges."""
-    return any(phase != QUIET for phase in phases)
 
 
 # The state among the results of a step
@@ -184,12 +211,12 @@ def _is_state(node: Any) -> bool:
     return isinstance(node, AroundState)
 
 
-def _state_in(results: Any) -> AroundState:
+def state_in(results: Any) -> AroundState:
     nodes = jax.tree.leaves(results, is_leaf=_is_state)
     return next(node for node in nodes if _is_state(node))
 
 
-def _with_state(results: Any, state: AroundState) -> Any:
+def with_state(results: Any, state: AroundState) -> Any:
     """The results with another state in place of theirs."""
     nodes, treedef = jax.tree.flatten(results, is_leaf=_is_state)
     place = next(i for i, node in enumerate(nodes) if _is_state(node))
@@ -232,7 +259,7 @@ def _nodes(tree: Tree) -> tuple[list[tuple[Any, Any]], Any]:
     )
 
 
-def _changes(before: Tree, after: Tree) -> dict[str, Tree]:
+def changes(before: Tree, after: Tree) -> dict[str, Tree]:
     """The nodes that differ, by number; each below its path, by which layouts are found."""
     changes = {}
     pairs = zip(_nodes(before)[0], _nodes(after)[0], strict=True)
@@ -245,7 +272,7 @@ def _changes(before: Tree, after: Tree) -> dict[str, Tree]:
     return changes
 
 
-def _changed(before: Tree, changes: dict[str, Tree]) -> Tree:
+def changed(before: Tree, changes: dict[str, Tree]) -> Tree:
     """The tree after the changes."""
     nodes, treedef = _nodes(before)
     after = []

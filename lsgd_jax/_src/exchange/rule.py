@@ -94,6 +94,8 @@ class Rule(ByValue):
       commits: whether `agree` itself leaves what is `Shared` in its state as it was, and
         finds no target, if the result is not finite or `group.is_sound` does not hold. By
         default the kernel does so, and both versions are alive until all is tested.
+      steps_apart: whether `step` reads nothing that `agree` changes. Steps may then go on
+        while messages travel beside them, see `Workers.loop`.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
 
@@ -111,6 +113,7 @@ class Rule(ByValue):
     is_common: bool = False
     summable: Callable[[Group, Tree, Any], Any] = fits_in_sums
     commits: bool = False
+    steps_apart: bool = False
     rounds: Callable[[int], tuple[int, ...]] = lambda size: ()
 
     def __post_init__(self):

@@ -331,6 +331,9 @@ class Step:
         states: PullState,
     ) -> PullState:
         """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
+        if not states.pending:  # its state is elsewhere, see `beside`
+            message = kernel.pending(acting.pull, view.x, view.y(u), takes_part)
+            return states._replace(pending=message._replace(z=view.y(u)))
         state = acting.take(states)
         after = kernel.recorded(acting.pull, view.x, view.y(u), state, takes_part)
         return acting.put(states, state, after)

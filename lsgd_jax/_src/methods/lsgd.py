@@ -133,6 +133,7 @@ def leader(
         keeps=("reference",) if keep == 1 else ("reference", "error"),
         reads_x=False,
         is_common=True,
+        steps_apart=not proximal,
         summable=always if keep == 1 else fits_in_sums,
     )
 

@@ -159,21 +159,32 @@ def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
 
 
 def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Device]:
-    """Picks the devices for the grid, host by host, equally many from each if possible.
+    """Picks the devices for the grid: equally many of each host and process, if possible.
 
     A host is a TPU slice, or a machine (or NVLink domain) of GPUs and CPUs, which XLA
     numbers by its boot id: all processes on one machine have the same number.
     """
-    used = math.prod(shape)
     hosts: dict[Any, list[jax.Device]] = {}
     for device in devices:
         host = getattr(device, "slice_index", None)
         host = device.process_index if host is None else host
         hosts.setdefault(host, []).append(device)
+    used = math.prod(shape)
     share, rest = divmod(used, len(hosts))
     if rest or any(len(members) < share for members in hosts.values()):
         return list(itertools.chain(*hosts.values()))[:used]
-    return [device for members in hosts.values() for device in members[:share]]
+    return [device for members in hosts.values() for device in _some(members, share)]
+
+
+def _some(members: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
+    """Some devices of a host: equally many of each of its processes, if possible."""
+    processes: dict[int, list[jax.Device]] = {}
+    for device in members:
+        processes.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(count, len(processes))
+    if rest or any(len(own) < share for own in processes.values()):
+        return members[:count]
+    return [device for own in processes.values() for device in own[:share]]
 
 
 def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.around import Around
+from lsgd_jax._src.exchange.beside import LoopBeside
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.layouts import Specs, spread
 from lsgd_jax._src.shared import (
@@ -42,6 +43,7 @@ from lsgd_jax._src.workers.devices import reserve_threads
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.spmd import Grid, compiled
 from lsgd_jax._src.workers.transfer import gathered, is_key, place, read, split
+from lsgd_jax._src.workers.twin import Twin
 
 
 Keys = Literal["split", "copy"]
@@ -147,6 +149,7 @@ class Workers:
                 f"got processes {[d.process_index for d in used.flat]}"
             )
         self._meetings = Meetings()
+        self._twin: Twin | None = None  # of the loops that exchange beside
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
@@ -264,6 +267,8 @@ class Workers:
         communicates, so all processes must make it.
         """
         if jax.process_count() > 1:
+            if self._twin is not None:
+                tree = self._twin.back(tree)
             tree = gathered(tree, self._replicate_rows)
         return jax.tree.map(read, tree)
 
@@ -317,6 +322,7 @@ class Workers:
         step: Around,
         donate: int | Iterable[int] = (),
         static: str | Iterable[str] = (),
+        beside: bool = False,
     ) -> Callable:
         """Turns a step with a method around it into one for a loop over the steps.
 
@@ -334,10 +340,21 @@ class Workers:
         compilation fails, the step that needs the program raises its error before it
         begins. A process that ends meanwhile waits for the program that is being compiled.
 
+        With ``beside=True`` the messages of pulls with a `delay` travel on CPU devices
+        beside those that train, one for each, while whole steps run. The state of such a
+        pull stands there: anchor, momentum and target leave the memory of the accelerator.
+        No step waits for a message before it lands, and the attribute `waited` of the loop
+        has the seconds for which the host has waited then. The numbers are those of the
+        same delay inside the step, up to roundings of another program. On CPUs, give each
+        process twice as many devices as it trains on (`emulate_devices`,
+        ``jax_num_cpu_devices``). A single process without such devices exchanges on those
+        that train.
+
         Args:
           step: what `around` returned.
           donate: as for `map`; the exchanges never reuse their arguments' buffers.
           static: as for `map`.
+          beside: whether messages of pulls with a `delay` travel beside the steps.
 
         Returns:
           A function of the same signature as ``map(step)``, not to be called under
@@ -345,7 +362,9 @@ class Workers:
 
         Raises:
           ValueError: a step that is not from `around`, or of a method with steps without a
-            gradient (`palsgd`).
+            gradient (`palsgd`); with `beside`, a method without a delay, a rule that needs
+            the parameters before the step, fragments that share a program, a process with
+            too few CPU devices.
 
         >>> import jax.numpy as jnp
         >>> import lsgd_jax as lj
@@ -365,7 +384,11 @@ class Workers:
                 "`step` must be a step with a method around it, `lj.around(step, method)`, "
                 f"got {step!r}; `map` compiles any other function"
             )
-        run = step.loop(self._compile, sizes=self.sizes, donate=donate, static=static)
+        options = {"donate": donate, "static": static}
+        if not beside:
+            return self._checked(step.loop(self._compile, sizes=self.sizes, **options))
+        self._twin = self._twin or Twin(self._grid, self._meetings)
+        run = LoopBeside(step, self._compile, self.sizes, options, self._twin)
         return self._checked(run)
 
     def _checked(self, mapped: Callable) -> Callable:

@@ -5,65 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from harness import COLLECTIVE, GUARDED, METHODS, RULES, mostly_slow
+from harness import COLLECTIVE, METHODS, RULES, mostly_slow
+from loops import (
+    STEPS,
+    begun,
+    both,
+    both_starts,
+    draw,
+    same,
+    start,
+    state_in,
+    targets_of,
+    update,
+    workers_of,
+)
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import loop
-
-
-BASE = GUARDED(optax.sgd(0.05, momentum=0.9))
-STEPS = 9
-BAD = 1  # this worker is not finite at the third step
-
-
-def update(state, target):
-    """Towards the target: (state, loss)."""
-    grads = jax.tree.map(jnp.subtract, state["params"], target)
-    loss = optax.tree.norm(grads, squared=True).astype(jnp.float32) / 2
-    updates, opt_state = BASE.update(grads, state["opt_state"], state["params"])
-    params = lj.apply_updates(state["params"], updates)
-    return {"params": params, "opt_state": opt_state}, loss
-
-
-def start(params):
-    return {"params": params, "opt_state": BASE.init(params)}
-
-
-def draw(seed, W):
-    normal = np.random.default_rng(seed).normal
-    shapes = {"w": (W, 4, 2), "b": (W, 4), "c": (W, 3)}
-    return {name: normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-@functools.cache
-def targets_of(W):
-    targets = [draw(t, W) for t in range(STEPS)]
-    targets[2]["w"][BAD % W] = np.nan
-    return targets
-
-
-@functools.cache
-def workers_of(W):
-    return lj.Workers(max(1, W // 2), min(W, 2), devices=jax.devices()[:W])
-
-
-def begun(train, workers, start=start):
-    params = workers.put(draw(100, workers.num_workers))
-    return workers.map(lambda x: train.init(start(x)))(params)
-
-
-def state_in(results):
-    def is_state(node):
-        return isinstance(node, lj.AroundState)
-
-    return next(filter(is_state, jax.tree.leaves(results, is_leaf=is_state)))
-
-
-def same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def check_loop(train, W=4, start=start):
@@ -129,17 +88,6 @@ def test_equal_fragments_share_one_program():
     method = lj.diloco(4, fragments=4, scan_axis=0)
     run = check_loop(lj.around(pair, method), W=1, start=rows)
     assert [program._cache_size() for program in run._programs.values()] == [1, 1]
-
-
-def both(state, target):
-    """Of two networks; the state is not the first one of its results."""
-    toward = lambda x, goal: x - 0.25 * (x - goal)
-    after = {name: jax.tree.map(toward, state[name], target) for name in state}
-    return {"loss": optax.tree.sum(target), "state": after}
-
-
-def both_starts(params):
-    return {"one": params, "two": params}
 
 
 @pytest.mark.parametrize("W", [1, pytest.param(4, marks=pytest.mark.slow)])

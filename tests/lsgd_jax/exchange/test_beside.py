@@ -1,0 +1,194 @@
+"""beside: delayed exchanges on devices beside those that train, while steps run."""
+
+import jax
+import numpy as np
+import pytest
+from harness import COLLECTIVE, mostly_slow
+from loops import begun, both, both_starts, same, start, state_in, targets_of, update
+
+import lsgd_jax as lj
+
+
+WORKERS = lj.Workers(2, 2, devices=jax.devices()[:4])
+CASES = {
+    "lsgd": lambda: lj.lsgd(0.3, 0.2, 2, 4, 3, delay=1),
+    "local_sgd": lambda: lj.local_sgd(4, delay=3),
+    "diloco": lambda: lj.diloco(4, delay=2, mixing=0.5),
+    "easgd": lambda: lj.easgd(0.3, 4, delay=2),
+    "trimmed mean": lambda: lj.exchange(
+        lj.Pull(lj.rules.robust_mean("trimmed_mean"), 1.0, 4, delay=1)
+    ),
+    "bfloat16": lambda: lj.lsgd(0.3, 0.2, 2, 4, wire="bfloat16", delay=1),
+    "verify": lambda: lj.diloco(4, delay=2, verify=True),
+    "one level in the step": lambda: lj.exchange(
+        lj.Pull(lj.rules.leader("local"), 0.3, 2),
+        lj.Pull(lj.rules.average(), 1.0, 4, delay=3),
+    ),
+    "int8": lambda: lj.diloco(4, delay=2, wire="int8"),
+    "int4 in fragments": lambda: lj.diloco(4, fragments=2, delay=1, wire="int4"),
+    "top-k": lambda: lj.contrib.sparse_diloco(4, delay=2),
+    "changing periods": lambda: lj.local_sgd(lj.Periods({0: 2, 4: 3}), delay=1),
+}
+FAST = ["lsgd", "one level in the step"]
+
+
+def near(found, expected):
+    """XLA fuses multiplications and additions otherwise in a program of its own."""
+
+    def compare(a, b):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 if a.dtype.kind == "f" else 0)
+
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(compare, found, expected)
+
+
+def steps(run, train, state, first=1, donate=True):
+    """Yields (t, results) of the remaining steps of a loop, or of a step by phases."""
+    for t, target in enumerate(targets_of(4)[first - 1 :], start=first):
+        target = WORKERS.put(target)
+        by_phase = {} if donate else {"phase": train.phase(t, WORKERS.sizes)}
+        results = run(state, target, **by_phase)
+        yield t, results
+        state = state_in(results)
+
+
+def both_ways(train, start=start):
+    """The steps beside, and those with the exchange inside the step."""
+    beside = WORKERS.loop(train, donate=0, beside=True)
+    inside = WORKERS.map(train, static="phase")
+    found = steps(beside, train, begun(train, WORKERS, start))
+    expected = steps(inside, train, begun(train, WORKERS, start), donate=False)
+    return beside, zip(found, expected)
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, FAST))
+def test_states_and_numbers_are_those_of_the_exchange_in_the_step(name):
+    """Also with a worker that is not finite, which an exchange restores."""
+    train = lj.around(update, CASES[name]())
+    run, pairs = both_ways(train)
+    for (_, found), (_, expected) in pairs:
+        near(found, expected)
+    pulls = lj.diagnostics(state_in(found))
+    assert not any(pull.misplaced.any() for pull in pulls)
+    assert all(pull.exchanges for pull in pulls) and run.waited >= 0
+
+
+def noting(compile, texts):
+    """`compile`, with the text of each program that is called added to `texts`."""
+
+    def compiled(fn, **options):
+        program = compile(fn, **options)
+
+        def call(*args):
+            texts.append(program.lower(*args).compile().as_text())
+            return program(*args)
+
+        return call
+
+    return compiled
+
+
+def test_no_program_of_the_devices_that_train_holds_a_message():
+    train = lj.around(update, lj.local_sgd(3, delay=2))
+    workers = lj.Workers(2, 2, devices=jax.devices()[:4])
+    run = workers.loop(train, beside=True)
+    at_home = []
+    beside = []
+    run._compile = noting(run._compile, at_home)
+    run._twin.compile = noting(run._twin.compile, beside)
+    *_, (_, results) = steps(run, train, begun(train, WORKERS))
+    # The step, and what is recorded and lands; beside it what is recorded, sent and landed.
+    assert len(set(at_home)) == len(set(beside)) == 3
+    assert not any(map(COLLECTIVE.search, at_home)) and any(map(COLLECTIVE.search, beside))
+    state = state_in(results)
+    (pull,) = state.outer.exchange.pulls
+    home = set(WORKERS.mesh.devices.flat)
+    there = pull.pending.z["w"].devices()
+    assert len(there) == 4 and not there & home
+    assert state.state["params"]["w"].devices() == home
+
+
+@pytest.mark.parametrize(
+    "again", ["beside", pytest.param("in the step", marks=pytest.mark.slow)]
+)
+def test_a_run_resumes_from_any_step_with_its_message_under_way(again):
+    train = lj.around(update, lj.lsgd(0.3, 0.2, 2, 4, delay=1))
+    run, pairs = both_ways(train)
+    saved = {}
+    for (t, found), (_, expected) in pairs:
+        saved[t] = WORKERS.fetch(state_in(found))
+        last = expected
+    for t in (2, 3, 5):
+        state = WORKERS.put(saved[t])
+        if again == "beside":
+            rest = steps(run, train, state, t + 1)
+        else:
+            inside = WORKERS.map(train, static="phase")
+            rest = steps(inside, train, state, t + 1, donate=False)
+        *_, (_, found) = rest
+        same(found, last)
+
+
+@pytest.mark.slow
+def test_nested_methods_travel_beside_one_another():
+    inner = lj.around(both, lj.local_sgd(3, delay=2), params="one")
+    train = lj.around(inner, lj.diloco(4, delay=3), params="two")
+    _, pairs = both_ways(train, both_starts)
+    for (_, found), (_, expected) in pairs:
+        near(found, expected)
+
+
+@pytest.mark.slow
+def test_a_single_process_without_further_devices_exchanges_on_its_own():
+    workers = lj.Workers(2, 4)
+    train = lj.around(update, lj.local_sgd(2, delay=1))
+    run = workers.loop(train, donate=0, beside=True)
+    step = workers.map(train, static="phase")
+    state = begun(train, workers)
+    other = begun(train, workers)
+    for t, target in enumerate(map(workers.put, targets_of(8)), start=1):
+        found = run(state, target)
+        expected = step(other, target, phase=train.phase(t))
+        same(found, expected)
+        state, other = map(state_in, (found, expected))
+
+
+@pytest.mark.slow
+def test_shards_inside_a_worker_go_to_the_devices_beside_them():
+    workers = lj.Workers(2, 1, inside={"fsdp": 2}, devices=jax.devices()[:4])
+    train = lj.around(update, lj.diloco(3, delay=2))
+    specs = lj.layouts.largest_dimension("fsdp", 2, smallest=1)
+    params = {"w": np.ones((8, 512), np.float32), "b": np.ones((512, 6), np.float32)}
+    begin = lambda: workers.map(train.init)(workers.replicate(start(params), specs))
+    run, step = (
+        workers.loop(train, donate=0, beside=True),
+        workers.map(train, static="phase"),
+    )
+    state, other = begin(), begin()
+    for t in range(1, 8):
+        rows = {name: np.stack([x * t, x + t]) for name, x in params.items()}
+        target = workers.put(rows, specs)
+        state, _ = run(state, target)
+        other, _ = step(other, target, phase=train.phase(t))
+        same(state, other)
+    (pull,) = state.outer.exchange.pulls
+    anchor = pull.rule.anchor.value["w"].sharding.spec
+    assert tuple(state.state["params"]["w"].sharding.spec) == ("node", *anchor)
+
+
+REFUSED = {
+    "`beside` must be False for a method without a `delay`": lambda: lj.local_sgd(2),
+    "reads the parameters before the step": lambda: lj.lsgd(
+        0.1, 0.1, 2, 4, delay=1, order="combine_then_adapt"
+    ),
+    "a rule whose step reads what the group agrees on": lambda: lj.lsgd(
+        0.1, 0.1, 2, 4, delay=1, local_proximal=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_methods_that_cannot_travel_beside_are_refused(message):
+    train = lj.around(update, REFUSED[message]())
+    with pytest.raises(ValueError, match=message):
+        WORKERS.loop(train, beside=True)
