@@ -47,7 +47,7 @@ NOTHING: Any = PullState(*[cast(Any, ())] * len(PullState._fields))
 LANDING = ("pending", "restored", "dropped", "dropped_in_a_row", "missed", "agreement")
 
 
-class Twin(Protocol):
+class Beside(Protocol):
     """The devices beside those that train."""
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
@@ -72,7 +72,7 @@ class LoopBeside(Loop):
         compile: Callable[..., Any],
         sizes: Sizes | None,
         options: Mapping[str, Any],
-        twin: Twin,
+        twin: Beside,
     ):
         super().__init__(train, compile, sizes, options)
         check_may_travel(train.methods)
