@@ -14,6 +14,7 @@ from jax import Array
 
 from train.cluster.session import Session
 from train.config.schema import Config
+from train.data import held_out
 from train.data.arrays import DataError, Dataset
 from train.data.imagenet import ImageFolder
 from train.data.resident import Resident
@@ -63,6 +64,14 @@ class ImageForward(Forward):
         self._shape = None
         if options.name == "arrays":  # the shape of other images is in the configuration
             self._shape = list(data.image_shape)
+        self.held_out = None
+        if config.method.num_held_out:
+            if not isinstance(data, Dataset):
+                raise ValueError(
+                    "`method.held_out` must be 0 for images that are read from files as "
+                    f"they are needed, got method.held_out={config.method.num_held_out}"
+                )
+            data, self.held_out = held_out.examples(data, config.method.num_held_out)
         count = len(data.train.labels)
         seed = config.seed
         sampler, own = sampled(
@@ -124,12 +133,17 @@ class ImageForward(Forward):
         wrong = logits.argmax(axis=1) != labels
         return (wrong & valid).sum(), jnp.where(valid, losses, 0).sum(), valid.sum()
 
+    def mean_loss(self, sums: Any) -> Any:
+        _, loss, count = sums
+        return loss / count
+
     def result(self, totals: Any) -> TestResult:
         """error: share of wrong predictions in %; loss: mean cross entropy in nats."""
-        wrong, loss, count = totals
+        wrong, _, count = totals
         if not count:
             raise DataError("no test image can be read any more")
-        return {"error": float(100 * wrong / count), "loss": float(loss / count)}
+        error = float(100 * wrong / count)
+        return {"error": error, "loss": float(self.mean_loss(totals))}
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
