@@ -127,9 +127,21 @@ TYPES = {
 }
 # Pages of earlier versions, and where their content is now.
 MOVED = {
-    "api/methods": "api/index",
+    "api/averaging": "api/methods",
+    "api/centers": "api/methods",
+    "api/contrib": "api/methods",
+    "api/gossip": "api/methods",
+    "api/gradients": "api/methods",
+    "api/leaders": "api/methods",
+    "api/models": "api/workers",
+    "api/topology": "api/methods",
+    "coming_from": "frameworks",
     "results/diloco_measured": "results/predictions",
+    "results/peers": "contributing",
+    "results/plan": "results/predictions",
     "results/simulator": "results/predictions",
+    "robustness": "faults",
+    "simulator": "is_it_worth_it",
     "wrappers": "own_loop",
     "trained_models": "checkpoints",
     "when_to_follow": "methods/lsgd",
