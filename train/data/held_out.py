@@ -7,6 +7,7 @@ import numpy as np
 
 import lsgd_jax as lj
 from train.data.arrays import DataError, Dataset
+from train.data.imagenet import Files, ImageFolder
 from train.data.text import Text
 from train.data.translation import Translation
 
@@ -39,16 +40,29 @@ def examples(data: InRows, count: int) -> tuple[InRows, Any]:
     >>> len(rest.train.labels), images.shape, int(counts.sum())
     (1337, (100, 8, 8, 1), 100)
     """
-    size = len(data.train[0])
-    _check(count, size, "examples")
-    order = np.random.default_rng(SEED).permutation(size)
-    taken = np.sort(order[:count])
-    left = np.sort(order[count:])
+    left, taken = _rows(len(data.train[0]), count)
     batch = *(x[taken] for x in data.train), np.ones(count, bool)
     train: Any = type(data.train)(*(x[left] for x in data.train))
     if isinstance(data, Dataset):
         return data._replace(train=train), batch
     return dataclasses.replace(data, train=train), batch
+
+
+def files(folder: ImageFolder, count: int) -> tuple[ImageFolder, Files]:
+    """Holds random image files out: (the folder without them, these files).
+
+    Raises:
+      DataError: no image would be left for training.
+    """
+    train = folder.train
+    left, taken = _rows(len(train.labels), count)
+
+    def some(rows: np.ndarray) -> Files:
+        return dataclasses.replace(
+            train, names=train.names[rows], labels=train.labels[rows]
+        )
+
+    return dataclasses.replace(folder, train=some(left)), some(taken)
 
 
 def windows(text: Text, context: int, count: int) -> tuple[Text, Any]:
@@ -74,6 +88,13 @@ def windows(text: Text, context: int, count: int) -> tuple[Text, Any]:
     places = begin + np.arange(count)[:, None] * context + np.arange(length)
     batch = text.train[places], np.ones((count, context), bool)
     return dataclasses.replace(text, train=text.train[:begin]), batch
+
+
+def _rows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that are left for training, and those that are held out, both ascending."""
+    _check(count, size, "examples")
+    order = np.random.default_rng(SEED).permutation(size)
+    return np.sort(order[count:]), np.sort(order[:count])
 
 
 def _check(count: int, size: int, name: str) -> None:

@@ -64,14 +64,13 @@ class ImageForward(Forward):
         self._shape = None
         if options.name == "arrays":  # the shape of other images is in the configuration
             self._shape = list(data.image_shape)
-        self.held_out = None
-        if config.method.num_held_out:
-            if not isinstance(data, Dataset):
-                raise ValueError(
-                    "`method.held_out` must be 0 for images that are read from files as "
-                    f"they are needed, got method.held_out={config.method.num_held_out}"
-                )
-            data, self.held_out = held_out.examples(data, config.method.num_held_out)
+        self.held_out: Any = None
+        files = None
+        num_held_out = config.method.num_held_out
+        if num_held_out and isinstance(data, ImageFolder):
+            data, files = held_out.files(data, num_held_out)
+        elif num_held_out and isinstance(data, Dataset):
+            data, self.held_out = held_out.examples(data, num_held_out)
         count = len(data.train.labels)
         seed = config.seed
         sampler, own = sampled(
@@ -91,6 +90,8 @@ class ImageForward(Forward):
                 ahead=options.read_ahead,
                 warn=warn,
             )
+            if files is not None:
+                self.held_out = self.source.center_crops(files)
         self.sizes = {
             "train_images": count,
             "test_images": len(data.test.labels),

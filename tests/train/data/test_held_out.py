@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from images import make_folder
 
 from configs.text import CONFIG as TEXT
 from train import compare, simulate
 from train.cluster.session import Session
 from train.config import DataConfig, WorkersConfig, methods
-from train.data import held_out, text
+from train.data import held_out, imagenet, text
 from train.task.experiment import Experiment
 
 
@@ -35,6 +36,23 @@ def test_held_out_examples_are_not_trained_on():
         pixels = [np.sort(np.ravel(x)) for x in (found[0], expected[0])]
         np.testing.assert_array_equal(*pixels)
     assert len({row.tobytes() for row in together}) == len(together)
+
+
+def test_image_files_are_held_out_and_read_at_the_start(tmp_path):
+    folder = make_folder(tmp_path / "data")
+    whole = imagenet.load(folder, 16)
+    data = DataConfig("imagenet", dir=str(folder), crop=16, reader_threads=2)
+    config = dataclasses.replace(tiny.SMALL, data=data, batch_size=4)
+    experiment = Experiment(with_lsgd(config, held_out=5))
+    rest, files = held_out.files(whole, 5)
+    paths = [{x.path(i) for i in range(len(x.labels))} for x in (rest.train, files)]
+    assert len(paths[1]) == 5 and not paths[0] & paths[1]
+    assert len(paths[0] | paths[1]) == len(whole.train.labels)
+    assert experiment.forward.sizes["train_images"] == len(paths[0])
+    images, labels, counts = experiment.forward.held_out
+    assert images.shape == (5, 16, 16, 3) and counts.all()
+    np.testing.assert_array_equal(labels, files.labels)
+    compare.trace(with_lsgd(config, held_out=5), None, Session())
 
 
 def test_windows_are_held_out_from_the_end_of_the_training_text():
