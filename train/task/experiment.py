@@ -126,32 +126,35 @@ class Task:
 
         phase: what the method does at this step. With None, the step count decides.
         """
-        held_out = None
-        if isinstance(data, WithHeldOut):
-            data, held_out = data
-        key = jax.random.fold_in(state.key, state.step.value)
-
-        def loss_of(params):
-            return self.forward.loss(params, state.stats, data, batch, key)
-
-        gradient = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
-        (loss, stats), grads = gradient(state.params)
-        score = loss
-        if held_out is not None:
-            score = self._score(state, held_out, loss, phase)
+        loss, stats, grads = self.gradient(state, data, batch)
+        score = self.score(state, data, loss, phase)
         updates, opt_state = self.tx.update(
             grads, state.opt_state, state.params, value=score, grad=grads, phase=phase
         )
         return updates, opt_state, stats, loss
 
-    def _score(
-        self, state: TrainState, held_out: lj.Shared, loss: Array, phase: lj.Phase | None
+    def gradient(self, state: TrainState, data: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """One worker's (loss, batch statistics, gradient)."""
+        train = data.train if isinstance(data, WithHeldOut) else data
+        key = jax.random.fold_in(state.key, state.step.value)
+
+        def loss_of(params):
+            return self.forward.loss(params, state.stats, train, batch, key)
+
+        gradient = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
+        (loss, stats), grads = gradient(state.params)
+        return loss, stats, grads
+
+    def score(
+        self, state: TrainState, data: Any, loss: Array, phase: lj.Phase | None = None
     ) -> Array:
         """The loss that judges a worker: on held-out examples where a leader is elected."""
+        if not isinstance(data, WithHeldOut):
+            return loss
 
         def of_held_out():
             variables = {"params": state.params, **state.stats}
-            sums = self.forward.sums(variables, *held_out.value)
+            sums = self.forward.sums(variables, *data.held_out.value)
             return self.forward.mean_loss(sums).astype(loss.dtype)
 
         if phase is not None:
