@@ -2,8 +2,8 @@
 
 - Command: python -m train digits
 - Hardware: 2 CPU cores (8 emulated devices)
-- Time: about 15 s of training
-- Expected: test error of the center below 2 %
+- Time: about 10 s of training
+- Expected: test error of the center of 0.3 to 1.1 % (three seeds)
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig, methods
@@ -18,8 +18,8 @@ CONFIG = Config(
     method=methods.make(
         "lsgd", local_pull=0.1, global_pull=0.1, local_period=8, global_period=32
     ),
-    steps=500,
+    steps=120,
     batch_size=32,
-    test_every=25,
-    checkpoint_every=100,
+    test_every=10,
+    checkpoint_every=40,
 )

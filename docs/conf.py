@@ -127,12 +127,24 @@ TYPES = {
 }
 # Pages of earlier versions, and where their content is now.
 MOVED = {
-    "api/methods": "api/index",
+    "api/averaging": "api/methods#local-sgd-slowmo-diloco",
+    "api/centers": "api/methods#easgd-downpour-parle",
+    "api/contrib": "api/methods#lsgd-jax-contrib",
+    "api/gossip": "api/methods#gossip-push-sum-pairs-groups",
+    "api/gradients": "api/methods#all-reduce-and-robust-aggregation",
+    "api/leaders": "api/methods#leader-sgd",
+    "api/models": "api/workers#models-and-diagnostics",
+    "api/topology": "api/methods#graphs",
+    "coming_from": "frameworks#coming-from-another-library",
     "results/diloco_measured": "results/predictions",
+    "results/peers": "results#other-implementations",
+    "results/plan": "results/predictions#the-planner-against-published-numbers",
     "results/simulator": "results/predictions",
+    "robustness": "faults#numbers-that-are-not-finite",
+    "simulator": "is_it_worth_it#the-simulator",
     "wrappers": "own_loop",
     "trained_models": "checkpoints",
-    "when_to_follow": "methods/lsgd",
+    "when_to_follow": "methods/lsgd#when-to-follow-a-leader",
 }
 REDIRECT = '<meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved.</a>'
 LOADED = re.compile(
@@ -227,11 +239,17 @@ def find_class(app, env, node, content):
 
 
 def redirect_old_pages(app, error):
+    """Writes a page at each old address; raises ExtensionError if its section is gone."""
     if error or app.builder.format != "html":
         return
     for old, new in MOVED.items():
-        address = posixpath.relpath(f"{new}.html", posixpath.dirname(old) or ".")
-        (app.outdir / f"{old}.html").write_text(REDIRECT.format(address))
+        page, _, section = new.partition("#")
+        target = app.outdir / f"{page}.html"
+        if section and f'id="{section}"' not in target.read_text():
+            raise ExtensionError(f"{old} has moved to {new}, which does not exist")
+        address = posixpath.relpath(f"{page}.html", posixpath.dirname(old) or ".")
+        where = f"{address}#{section}" if section else address
+        (app.outdir / f"{old}.html").write_text(REDIRECT.format(where))
 
 
 def check_offline(app, error):

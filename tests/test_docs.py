@@ -17,6 +17,7 @@ from train.process import exit_status
 
 DOCS = ROOT / "docs"
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+TOP += [ROOT / "tests/peers/README.md"]
 PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NAMES = {"lj": lj, "optax": optax}

@@ -184,7 +184,7 @@ def compiled(
     workers = lj.Workers(mesh=mesh, axes=("node", "local"))
     task = task_of(config, warn=lambda text: print(plain(text), file=sys.stderr))
     source = task.forward.source
-    batch = source.data, next(iter(source.batches(range(1))))
+    batch = task.data, next(iter(source.batches(range(1))))
 
     def init() -> tuple:
         key = jax.random.key(config.seed)

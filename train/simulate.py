@@ -204,6 +204,11 @@ def method(config: Config) -> lj.asynchronous.Method:
     every = {"independent": config.steps + 1, "allreduce": 1}.get(chosen.name)
     if every is not None:
         return lj.asynchronous.Pulls(lj.exchange(lj.Pull(lj.rules.average(), 1.0, every)))
+    if chosen.num_held_out:
+        raise ValueError(
+            "`method.held_out` must be 0 to be simulated, where training losses elect the "
+            f"leader, got method.held_out={chosen.num_held_out}"
+        )
     rate = schedules.learning_rate(optimizer, config.steps)
     exchange = chosen.exchanges(rate, config.steps)
     assert exchange is not None

@@ -15,8 +15,12 @@ from train.planning import engine, measurement
 PAGE = pathlib.Path(__file__).parents[2] / "docs/is_it_worth_it.md"
 # A step takes 100 ms, the parameters 400 ms, and each message 10 ms more.
 STEP = "--step-ms 100 --parameter-mb 4"
-NODES = f"{STEP} --mbit 120 --latency-ms 2.5 --workers.nodes 4 --workers.locals 1"
-ONE_NODE = f"{STEP} --mbit 120 --latency-ms 2.5 --workers.nodes 1 --workers.locals 4"
+NODES = (
+    f"{STEP} --mbit 120 --latency-ms 2.5 --steps 500 --workers.nodes 4 --workers.locals 1"
+)
+ONE_NODE = (
+    f"{STEP} --mbit 120 --latency-ms 2.5 --steps 500 --workers.nodes 1 --workers.locals 4"
+)
 SITES = f"{STEP} --mbit 120 --latency-ms 2.5 --sites 4"
 TWO = f"{STEP} --mbit 80 --latency-ms 5 --workers.nodes 2 --workers.locals 1"
 # 6 N D / (64 · 197e12 / 2) = 19,036 s for 1 B parameters and 20 B tokens.
@@ -70,7 +74,7 @@ def brief(found):
         (f"digits {NODES} --share 0.75", "lsgd float32 1 0", [67.7, 420, 2, 2]),
         # One node has both pulls.
         (f"digits {ONE_NODE} --share 0.25", "lsgd float32 1 0", [20.8, 840, 32, 32]),
-        # At most 1024 steps, 410 of 102,400 ms, and at most a tenth of the 500 of digits.
+        # At most 1024 steps, 410 of 102,400 ms, and at most a tenth of the 500 steps.
         (f"{SITES} --share 0.001", "local-sgd float32 1 0", [0.4, 410, 1024]),
         (f"digits {NODES} --share 0.001", "local-sgd float32 1 0", [11.4, 410, 32]),
     ],
@@ -104,8 +108,8 @@ def test_candidates_for_measured_values(inside, everywhere, expected, planned, m
     times = iter(2 * [0.4, 0.1, 0.3, 0.2, 0.5, 0.001, 0.1])
     monkeypatch.setattr(measurement, "_median", lambda *_: next(times))
     monkeypatch.setattr(measurement, "STEPS", 1)
-    grid = "digits --workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.25"
-    found, rest = planned(grid)
+    grid = "--workers.nodes 2 --workers.locals 2 --batch-size 4"
+    found, rest = planned(f"digits {grid} --steps 500 --share 0.25")
     assert brief(found["lsgd", "float32", 1, 0][0]) == expected
     assert brief(found["diloco", "float32", 4, 0][0]) == [20.5, 103, 16]
     # The four leaves limit the number of fragments.

@@ -18,20 +18,23 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 import lsgd_jax as lj
-from train.config import periods
+from train.config import parts, periods
 from train.process.messages import meant, one_line
 
 
 Factory = Callable[..., Any]
 
 # Parameters of transformations that the trainer sets, or leaves at their defaults.
-GIVEN = {"axes", "base", "learning_rate", "part"}
+GIVEN = {"axes", "base", "learning_rate"}
 
 # Kinds of parameters that are no options: *args and **options.
 PACKED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 # Defaults that differ from those of the library.
 DEFAULTS = {"verify": True}
+
+# The type of the parameter that says which leaves a method exchanges.
+PART = typing.get_type_hints(lj.rules.PullOptions)["part"]
 
 # Options with the number of steps before a method's first exchange.
 PERIODS = "period", "local_period", "global_period"
@@ -88,6 +91,24 @@ def outer_sgd(
     return optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
 
 
+def losses_that_elect(loss_window: int = 10, held_out: int = 0) -> int:
+    """The number of losses that elect a leader.
+
+    Args:
+      loss_window: number of losses by which a worker is judged, the last ones (the paper:
+        10 on CIFAR-10, 64 on ImageNet).
+      held_out: number of training examples (windows of a text) that no worker trains on. If
+        it is not 0, the loss on them, at the steps of an exchange, elects the leader in
+        place of the last training losses.
+
+    Raises:
+      ValueError: a negative number of examples.
+    """
+    if held_out < 0:
+        raise ValueError(f"`held_out` must be at least 0, got {held_out=}")
+    return 1 if held_out else loss_window
+
+
 def async_lsgd(
     local_pull: float = 0.1,
     global_pull: float = 0.1,
@@ -124,7 +145,7 @@ def is_embedding(path: str) -> bool:
 OUTER = {"learning_rate": "outer_learning_rate", "momentum": "outer_momentum"}
 
 ROWS = (
-    Row("lsgd", lj.lsgd),
+    Row("lsgd", lj.lsgd, made={"loss_window": losses_that_elect}),
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
@@ -209,6 +230,11 @@ class MethodConfig:
     is_asynchronous: ClassVar[bool]
     row: ClassVar[Row]
 
+    @property
+    def num_held_out(self) -> int:
+        """The number of training examples whose loss elects leaders; mostly 0."""
+        return getattr(self, "held_out", 0)
+
     def around(
         self,
         base: optax.GradientTransformation,
@@ -283,14 +309,18 @@ class MethodConfig:
     ) -> Any:
         row = self.row
         options = vars(self)
+        hints = typing.get_type_hints(factory)
         for name, parameter in inspect.signature(factory).parameters.items():
             option = row.renamed.get(name, name)
-            if name in row.made:
+            if name in row.made and factory is not row.made[name]:
                 given[name] = self._made(row.made[name], learning_rate, steps)
             elif _graph(row.defaults.get(name, parameter.default)):
                 given[name] = TOPOLOGIES[options[option]]
             elif option in options and name in (*PERIODS, "sync_period"):
                 given[name] = periods.parse(options[option], learning_rate, steps)
+            elif option in options and hints.get(name) == PART:
+                text = options[option]
+                given[name] = None if text is None else parts.parse(text)
             elif option in options:
                 given[name] = options[option]
             elif name in row.defaults:
@@ -315,7 +345,8 @@ def _options(function: Factory, row: Row) -> type:
     fields = []
     for name, parameter in inspect.signature(function).parameters.items():
         option = row.renamed.get(name, name)
-        given = name in row.made or option in GIVEN or parameter.kind in PACKED
+        is_made = name in row.made and function is not row.made[name]
+        given = is_made or option in GIVEN or parameter.kind in PACKED
         given |= name == "verify" and row.asynchronous is not None
         default = {**DEFAULTS, **row.defaults}.get(name, parameter.default)
         kind = None if given else _kind(hints.get(name, type(default)), default)
@@ -325,6 +356,8 @@ def _options(function: Factory, row: Row) -> type:
         fields.append((option, kind, dataclasses.field(default=default)))
         doc = re.sub(f"^  {name}:", f"  {option}:", doc or "", flags=re.MULTILINE)
     doc = (doc or "").replace("`Periods`", f"one that changes: {periods.CHANGING}")
+    entry = re.compile(r"^  part: .*(?:\n    .*)*", re.MULTILINE)
+    doc = entry.sub(f"  part: {parts.DESCRIPTION}", doc)
     described = {"__doc__": doc, "__module__": __name__}
     return dataclasses.make_dataclass(
         function.__name__, fields, namespace=described, frozen=True
@@ -340,15 +373,17 @@ def _kind(hint: Any, default: Any) -> Any:
     """The type of an option, or None if the parameter accepts only objects."""
     if _graph(default):
         return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
-    parts = typing.get_args(hint)
-    if lj.Periods in parts:
+    members = typing.get_args(hint)
+    if hint == PART:
+        return str | None
+    if lj.Periods in members:
         return periods.PeriodText
-    for part in (hint, *parts):
-        if typing.get_origin(part) is Literal:
-            return part
+    for member in (hint, *members):
+        if typing.get_origin(member) is Literal:
+            return member
     for scalar in (bool, float, int, str):
-        if scalar in (hint, *parts):
-            return scalar | None if types.NoneType in parts else scalar
+        if scalar in (hint, *members):
+            return scalar | None if types.NoneType in members else scalar
     return None
 
 

@@ -1,5 +1,6 @@
 """Batches of images that are read from files ahead of the step that needs them."""
 
+import concurrent.futures
 import functools
 import itertools
 import math
@@ -121,6 +122,22 @@ class Stream:
         """All test images, read again on each use: (images, labels, counts) [W, b, ...]."""
         batches, *shape = self._test_rows.shape
         return self._read(self._test_image, range(batches), tuple(shape))
+
+    def center_crops(self, files: Files) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reads files now: (images, labels, all true), in host memory.
+
+        A file that cannot be read is replaced by the next readable one.
+        """
+        count = len(files.labels)
+        pause = functools.partial(self._pause, threading.Event())
+
+        def read(row: int) -> Image:
+            rows = itertools.chain(range(row, count), range(row))
+            return self._first_readable(files, rows, imagenet.center_box, pause)
+
+        with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+            images, labels, counts = zip(*pool.map(read, range(count)))
+        return np.stack(images), np.stack(labels), np.stack(counts)
 
     @staticmethod
     def examples(data: Any, batch: Batch) -> tuple[Array, Array]:

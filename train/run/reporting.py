@@ -147,7 +147,7 @@ def _warn_of_alone(run: Run, interval: Interval) -> None:
             f"worker {_joined(alone)} trains alone: the last {count} exchanges of pull "
             f"{number} (every {pull.period} steps, over {' and '.join(pull.axes)}) were "
             f"dropped, for about {count * pull.period} steps up to step {interval.step}; "
-            "see docs/robustness.md"
+            "see docs/faults.md"
         )
 
 

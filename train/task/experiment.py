@@ -17,6 +17,7 @@ import lsgd_jax as lj
 from train.cluster.session import Session
 from train.config.schema import Config
 from train.data.arrays import DataError
+from train.data.held_out import WithHeldOut
 from train.data.in_flight import Backlog
 from train.data.text import Text
 from train.data.translation import Translation
@@ -54,6 +55,8 @@ class Task:
       forward: applies the network to a batch.
       tx: the optimizer, which includes the method in lock step.
       method: the pulls at the end of the optimizer, or None if there are none.
+      data: the data of all steps, on the devices: those of `forward.source`, or a
+        `WithHeldOut`.
 
     Raises:
       ValueError: settings contradict each other.
@@ -83,6 +86,14 @@ class Task:
         else:
             model = models.make(config, data[0].num_classes)
             self.forward = ImageForward(config, model, data, place, warn, session)
+        self.data: Any = self.forward.source.data
+        if self.forward.held_out is not None:
+            if self.method is None:
+                raise ValueError(
+                    "`method.held_out` must be 0 unless the method exchanges parameters in "
+                    f"lock step, got method.held_out={config.method.num_held_out}"
+                )
+            self.data = WithHeldOut(self.data, place.share(self.forward.held_out))
 
     def first_variables(self) -> dict[str, Any]:
         """The initial variables of all workers: 'params', and possibly batch statistics."""
@@ -115,17 +126,46 @@ class Task:
 
         phase: what the method does at this step. With None, the step count decides.
         """
+        loss, stats, grads = self.gradient(state, data, batch)
+        score = self.score(state, data, loss, phase)
+        updates, opt_state = self.tx.update(
+            grads, state.opt_state, state.params, value=score, grad=grads, phase=phase
+        )
+        return updates, opt_state, stats, loss
+
+    def gradient(self, state: TrainState, data: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """One worker's (loss, batch statistics, gradient)."""
+        train = data.train if isinstance(data, WithHeldOut) else data
         key = jax.random.fold_in(state.key, state.step.value)
 
         def loss_of(params):
-            return self.forward.loss(params, state.stats, data, batch, key)
+            return self.forward.loss(params, state.stats, train, batch, key)
 
         gradient = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
         (loss, stats), grads = gradient(state.params)
-        updates, opt_state = self.tx.update(
-            grads, state.opt_state, state.params, value=loss, grad=grads, phase=phase
-        )
-        return updates, opt_state, stats, loss
+        return loss, stats, grads
+
+    def score(
+        self, state: TrainState, data: Any, loss: Array, phase: lj.Phase | None = None
+    ) -> Array:
+        """The loss that judges a worker: on held-out examples where a leader is elected."""
+        if not isinstance(data, WithHeldOut):
+            return loss
+
+        def of_held_out():
+            variables = {"params": state.params, **state.stats}
+            sums = self.forward.sums(variables, *data.held_out.value)
+            return self.forward.mean_loss(sums).astype(loss.dtype)
+
+        if phase is not None:
+            elects = phase.sends or phase.records
+            return of_held_out() if elects else loss
+        elects = jnp.asarray(False)
+        for pull in self.method.pulls:  # type: ignore  # see __init__
+            acts = pull.schedule.at(state.step.value + 1)
+            elects |= acts.sends | acts.records
+        # The step count is equal on all workers, so that only one branch is computed.
+        return jax.lax.cond(elects, of_held_out, lambda: loss)
 
     def step(
         self, state: TrainState, data: Any, batch: Any, phase: lj.Phase | None = None
@@ -202,7 +242,7 @@ class BaseExperiment(abc.ABC):
         session.connect(self.workers.mesh)
         self.task = Task(config, dataset, self.workers, warn, session)
         self.forward = self.task.forward
-        self.data = self.forward.source.data
+        self.data = self.task.data
         self._pick = self.workers.map(_of_worker)
         self._sums = self.workers.map(self._sums_of_one)
         self._stats_of_batch = self.workers.map(self._stats_of_one)
@@ -298,7 +338,8 @@ class BaseExperiment(abc.ABC):
         with contextlib.closing(self.batches(range(count))) as batches:
             for batch in batches:
                 check()
-                found = self._stats_of_batch(shared, self.data, batch, keys)
+                data = self.forward.source.data
+                found = self._stats_of_batch(shared, data, batch, keys)
                 seen.append(lj.consensus(backlog.add(found)))
         return jax.tree.map(lambda *each: sum(each) / count, *seen)
 

@@ -25,6 +25,8 @@ class Forward(Protocol):
       guess: the first measure of a test's result for a model that guesses uniformly.
       kept: contents of the files in the run folder that describe the data, by name. A run
         resumes only with the same contents.
+      held_out: training examples whose loss elects leaders, as one worker's test batch in
+        host memory; None if there are none.
     """
 
     model: nn.Module
@@ -32,6 +34,7 @@ class Forward(Protocol):
     sizes: dict[str, int]
     guess: float
     kept: dict[str, str]
+    held_out: Any
 
     def init(self, key: Array) -> dict[str, Any]:
         """The initial variables: 'params', and possibly batch statistics."""
@@ -45,6 +48,10 @@ class Forward(Protocol):
 
     def sums(self, variables: Any, *batch: Array) -> Sequence[Array]:
         """Sums over one worker's test batch."""
+        ...
+
+    def mean_loss(self, sums: Any) -> Any:
+        """The mean loss in nats, from sums over test batches."""
         ...
 
     def result(self, totals: Any) -> TestResult:

@@ -14,6 +14,7 @@ from jax import Array
 
 from train.cluster.session import Session
 from train.config.schema import Config
+from train.data import held_out
 from train.data.arrays import DataError, Dataset
 from train.data.imagenet import ImageFolder
 from train.data.resident import Resident
@@ -63,6 +64,13 @@ class ImageForward(Forward):
         self._shape = None
         if options.name == "arrays":  # the shape of other images is in the configuration
             self._shape = list(data.image_shape)
+        self.held_out: Any = None
+        files = None
+        num_held_out = config.method.num_held_out
+        if num_held_out and isinstance(data, ImageFolder):
+            data, files = held_out.files(data, num_held_out)
+        elif num_held_out and isinstance(data, Dataset):
+            data, self.held_out = held_out.examples(data, num_held_out)
         count = len(data.train.labels)
         seed = config.seed
         sampler, own = sampled(
@@ -82,6 +90,8 @@ class ImageForward(Forward):
                 ahead=options.read_ahead,
                 warn=warn,
             )
+            if files is not None:
+                self.held_out = self.source.center_crops(files)
         self.sizes = {
             "train_images": count,
             "test_images": len(data.test.labels),
@@ -124,12 +134,17 @@ class ImageForward(Forward):
         wrong = logits.argmax(axis=1) != labels
         return (wrong & valid).sum(), jnp.where(valid, losses, 0).sum(), valid.sum()
 
+    def mean_loss(self, sums: Any) -> Any:
+        _, loss, count = sums
+        return loss / count
+
     def result(self, totals: Any) -> TestResult:
         """error: share of wrong predictions in %; loss: mean cross entropy in nats."""
-        wrong, loss, count = totals
+        wrong, _, count = totals
         if not count:
             raise DataError("no test image can be read any more")
-        return {"error": float(100 * wrong / count), "loss": float(loss / count)}
+        error = float(100 * wrong / count)
+        return {"error": error, "loss": float(self.mean_loss(totals))}
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:

@@ -13,6 +13,7 @@ import optax
 from jax import Array
 
 from train.config.schema import Config
+from train.data import held_out
 from train.data.text import Text, Vocabulary, Windows
 from train.task import models
 from train.task.forward import Forward, TestResult
@@ -35,6 +36,10 @@ class TextForward(Forward):
 
     def __init__(self, config: Config, text: Text, place: Any):
         data = config.data
+        self.held_out = None
+        if config.method.num_held_out:
+            count = config.method.num_held_out
+            text, self.held_out = held_out.windows(text, data.context, count)
         self.vocabulary = text.vocabulary
         size = len(self.vocabulary)
         self.source = Windows(text, data.context, config.batch_size, place, data.shard)
@@ -72,11 +77,15 @@ class TextForward(Forward):
 
         return total(losses), valid.sum(), total(nbytes)
 
+    def mean_loss(self, sums: Any) -> Any:
+        loss, tokens, _ = sums
+        return loss / tokens
+
     def result(self, totals: Any) -> TestResult:
         """loss: mean cross entropy per token in nats; bits_per_byte: in bits per byte."""
-        loss, tokens, nbytes = totals
+        loss, _, nbytes = totals
         return {
-            "loss": float(loss / tokens),
+            "loss": float(self.mean_loss(totals)),
             "bits_per_byte": float(loss / math.log(2) / nbytes),
         }
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from train.config.schema import Config
+from train.data import held_out
 from train.data.resident import Resident
 from train.data.sampler import rows_in_batches, sampled
 from train.data.translation import END, INSTALL, PAD, Subwords, Translation
@@ -39,7 +40,10 @@ class TranslationForward(Forward):
         self, config: Config, data: Translation, place: Any, warn: Callable[[str], None]
     ):
         self.vocabulary = data.vocabulary
-        self._held_out = data.held_out
+        self.held_out = None
+        if config.method.num_held_out:
+            data, self.held_out = held_out.examples(data, config.method.num_held_out)
+        self._test_sentences = data.held_out
         self._smoothing = config.label_smoothing
         count = len(data.train.source)
         size = len(data.vocabulary)
@@ -85,22 +89,25 @@ class TranslationForward(Forward):
 
         return total(losses), total(counts)
 
+    def mean_loss(self, sums: Any) -> Any:
+        loss, tokens = sums
+        return loss / tokens
+
     def result(self, totals: Any) -> TestResult:
         """loss: mean cross entropy per token in nats, without label smoothing."""
-        loss, tokens = totals
-        return {"loss": float(loss / tokens)}
+        return {"loss": float(self.mean_loss(totals))}
 
     def score(self, variables: Any, check: Check = go_on) -> TestResult:
         """bleu: BLEU of greedy translations of the held-out sentences."""
         if not is_installed("sacrebleu"):
             return {}
-        source, target = self._held_out
+        source, target = self._test_sentences
         found = translated(self.model, variables, self.vocabulary, source, check=check)
         return {"bleu": bleu(found, target)}
 
     def sample(self, variables: Any, key: Array) -> str:
         """Translations of the first held-out sentences."""
-        some = self._held_out[0][:SAMPLE_SENTENCES]
+        some = self._test_sentences[0][:SAMPLE_SENTENCES]
         found = translated(self.model, variables, self.vocabulary, some)
         return "".join(f"{a}\n  {b}\n" for a, b in zip(some, found))
 

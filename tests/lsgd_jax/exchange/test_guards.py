@@ -1,4 +1,4 @@
-"""The claims of docs/robustness.md about the outcome of each fault with each guard."""
+"""The claims of docs/faults.md about the outcome of each fault with each guard."""
 
 import functools
 import pathlib
@@ -13,7 +13,7 @@ from jax import lax
 import lsgd_jax as lj
 
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "robustness.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "faults.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 
 W, BAD, AT, PERIOD, STEPS = 4, 1, 6, 4, 24

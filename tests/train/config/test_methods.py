@@ -39,7 +39,7 @@ def test_the_table_holds_every_factory_of_the_library():
 
 
 # Parameters of transformations that are given by the trainer, or accept only objects.
-TRANSFORMATIONS_ONLY = {"axes", "base", "learning_rate", "part"}
+TRANSFORMATIONS_ONLY = {"axes", "base", "learning_rate"}
 TRANSFORMATIONS_ONLY |= {"averaged", "guard", "moments", "tokens"}
 
 
@@ -50,7 +50,8 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     for function in row.functions:
         # A sequence in lock step, a choice of words for asynchronous workers.
         left_out = set() if inspect.isclass(function) else {"weights"}
-        left_out |= TRANSFORMATIONS_ONLY | row.made.keys()
+        left_out |= TRANSFORMATIONS_ONLY
+        left_out |= {name for name, made in row.made.items() if made is not function}
         left_out |= {"verify"} if row.asynchronous else set()
         for parameter in inspect.signature(function).parameters.values():
             option = row.renamed.get(parameter.name, parameter.name)
@@ -66,6 +67,19 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     if method.is_asynchronous:  # the engine exchanges, not the optimizer
         assert isinstance(method.asynchronous().window, int)
         assert not lj.diagnostics(method.around(optax.sgd(0.1)).init(jnp.zeros(3)))
+
+
+def test_a_part_of_the_parameters_is_chosen_by_paths():
+    (pull,) = methods.make("local-sgd", part="!head").exchanges(1.0).pulls
+    assert pull.part("body/kernel") and not pull.part("head/kernel")
+    x = {"body": jnp.zeros(1), "head": jnp.zeros(1)}
+    tx = methods.make("local-sgd", period=1, part="!head").around(optax.sgd(0.1))
+    workers = lj.Workers(1, 2)
+    ones = workers.put({"body": np.array([[1.0], [3.0]]), "head": np.array([[1.0], [3.0]])})
+    x = workers.replicate(x)
+    updates, _ = workers.map(tx.update)(ones, workers.map(tx.init)(x), x)
+    np.testing.assert_allclose(updates["body"], [[-0.2], [-0.2]], rtol=1e-6)
+    np.testing.assert_allclose(updates["head"], [[-0.1], [-0.3]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ def test_help_explains_the_parameters_of_the_function(capsys):
     assert "--method.period FLOAT steps between two pulls, which may be a float." in text
     assert "--method.strength FLOAT how far a worker is pulled. (default: 0.25)" in text
     assert re.search(r"--method.wire {float32,[^}]*} the format in which param", text)
-    assert "--method.part" not in text and "--method.local-period" not in text
+    assert "--method.part {None}|STR the parameters to exchange, by their paths" in text
+    assert "--method.local-period" not in text
 
 
 def test_options_reach_the_function():
