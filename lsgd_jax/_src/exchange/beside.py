@@ -97,8 +97,13 @@ class LoopBeside(Loop):
         if not self._is_last(state):
             self._begin(state)
         counts = self._counts_of(state)
-        self._send(counts, self._train.at_counts(counts, self._sizes))
-        results = super().__call__(self._at_home(state), *args, **named)
+        before = dict(self._away)
+        try:
+            self._send(counts, self._train.at_counts(counts, self._sizes))
+            results = super().__call__(self._at_home(state), *args, **named)
+        except BaseException:
+            self._away = before  # as the caller's state still has it
+            raise
         after = _with_pulls(state_in(results), self._joined)
         return with_state(results, after)
 

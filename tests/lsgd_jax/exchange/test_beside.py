@@ -73,6 +73,20 @@ def test_states_and_numbers_are_those_of_the_exchange_in_the_step(name):
     assert all(pull.exchanges for pull in pulls) and run.waited >= 0
 
 
+def test_a_step_that_raises_an_error_can_be_taken_again():
+    train = lj.around(update, lj.local_sgd(3, delay=2))
+    run = WORKERS.loop(train, donate=0, beside=True)
+    inside = WORKERS.map(train, static="phase")
+    state = begun(train, WORKERS)
+    expected = steps(inside, train, begun(train, WORKERS), donate=False)
+    for target, (_, results) in zip(targets_of(4), expected):
+        with pytest.raises(ValueError):
+            run(state, {})
+        found = run(state, WORKERS.put(target))
+        near(found, results)
+        state = state_in(found)
+
+
 def noting(compile, texts):
     """`compile`, with the text of each program that is called added to `texts`."""
 
