@@ -35,10 +35,12 @@ def test_each_host_gives_the_same_number_of_devices():
 
 
 def test_the_devices_of_a_slice_count_as_one_host():
+    """Each of its processes gives equally many, if that is possible."""
     devices = _hosts(2, 2)
     for device in devices:
         device.slice_index = 0
-    assert [d.id for d in pick(devices, (1, 2))] == [0, 1]
+    assert [d.id for d in pick(devices, (1, 2))] == [0, 10]
+    assert [d.id for d in pick(devices, (1, 3))] == [0, 1, 10]
 
 
 def test_processes_of_one_host_stay_together_in_any_order():
