@@ -7,9 +7,10 @@
 In lock step the network does not change the computed values, so the steps to the error are
 those of the race, interpolated between two tests. This script times the steps: 4 hosts,
 network namespaces of this machine that send at a limited rate (Linux, root, iproute2),
-train each method over a few exchanges, on random images or the race's text. Races on text
-need --no-torch, and --error is in nats. PyTorch's DDP is assumed to need
-the steps of all-reduce, and its local SGD those of ours. Both train the same network
+train the methods in turns, on random images or the race's text. In each of --rounds turns a
+method takes --blocks periods, and the median of its turns counts. Races on text need
+--no-torch, and --error is in nats. PyTorch's DDP is assumed to need the steps of
+all-reduce, and its local SGD those of ours. Both train the same network
 (`torch_process.py`; --torch names a Python with PyTorch). The script prints tables of
 milliseconds per step and seconds to the error. It writes time_to_error.png, the seconds
 over the rate, into RACES.
@@ -24,7 +25,7 @@ import sys
 
 from against_pytorch import Peers
 from limited_hosts import add_options, bits_of, join, limited_hosts
-from side_by_side import Trainer, on_random_images, steps_of
+from side_by_side import Trainer, in_turns, on_random_images, steps_of
 from usage import add_torch, head, one_line_errors, parser, row
 
 from train.config import Config, settings
@@ -82,18 +83,20 @@ def trainer_of(config, session):
 
 
 def work(options):
-    """Runs on each host: trains each method for a block of steps, then times a block."""
+    """Runs on each host: times the methods in turns, each for a block of steps."""
     configs = configs_of(pathlib.Path(options.races))
     session = join(next(iter(configs.values())), options, WORKERS)
     compilation_cache.use(say=session.is_main)
+    arms = {}
+    blocks = {}
     for name, config in configs.items():
-        trainer = trainer_of(config, session)
-        trainer.seconds_per_step(WARM_UP)  # compiles
-        session.wait_for_all()
-        steps = options.blocks * steps_of(config.method, WARM_UP)
-        seconds = trainer.seconds_per_step(steps)
-        if session.is_main:
-            print(json.dumps([name, seconds]), flush=True)
+        arms[name] = trainer_of(config, session)
+        blocks[name] = options.blocks * steps_of(config.method, WARM_UP)
+    session.wait_for_all()
+    times = in_turns(arms, options.rounds, blocks)
+    if session.is_main:
+        for name, milliseconds in times.items():
+            print(json.dumps([name, statistics.median(milliseconds) / 1e3]), flush=True)
 
 
 def ours(hosts, options):
@@ -142,6 +145,7 @@ def main():
     each = "as tc writes it, or none"
     words.add_argument("--rates", nargs="+", metavar="RATE", default=rates, help=each)
     words.add_argument("--blocks", type=int, default=2, help="number of periods to time")
+    words.add_argument("--rounds", type=int, default=1, help="number of turns")
     add_torch(words)
     words.add_argument("--no-torch", action="store_true", help="leave PyTorch out")
     add_options(words)

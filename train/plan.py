@@ -49,12 +49,14 @@ from train.planning.advice import Advice
 from train.planning.links import Link
 from train.planning.measurement import computed, measure
 from train.planning.options import PROGRAM, PlanOptions
+from train.planning.periods import GivenPeriod
 from train.planning.scenario import ALL, INSIDE, Scenario
 from train.planning.table import Table
 from train.process import command, compilation_cache, names
 from train.process.exit_status import SUCCESS, WRONG_USAGE
 from train.process.messages import meant
 from train.run import cli
+from train.task import schedules
 
 
 EXCHANGES = (
@@ -82,6 +84,9 @@ def of_numbers(options: PlanOptions) -> tuple[Scenario, list[str]]:
         batch=options.batch,
         chips=sites,
     )
+    if options.method.period is not None:
+        period = GivenPeriod(options.method.period)
+        scenario = dataclasses.replace(scenario, period=period)
     if options.chips is not None:
         chip, count = options.chip
         scenario = dataclasses.replace(scenario, chips=count)
@@ -131,6 +136,10 @@ def of_experiment(
         source = "as given"
     chips = workers.nodes * workers.locals * config.workers.devices_each
     scenario = dataclasses.replace(scenario, chips=chips)
+    if options.method.period is not None:
+        rate = schedules.learning_rate(config.optimizer, config.steps)
+        period = GivenPeriod(options.method.period, rate)
+        scenario = dataclasses.replace(scenario, period=period)
     scenario = put(options, scenario, workers.nodes, workers.locals)
     return scenario, [
         f"a step without exchanges: {number(1e3 * (scenario.step or 0))} ms, {source}",
@@ -227,7 +236,7 @@ def planned(
 
 def unknown(argument: str) -> str:
     """The message for an option that no plan without an experiment has."""
-    names = [f"--{x.name.replace('_', '-')}" for x in dataclasses.fields(PlanOptions)]
+    names = cli.options_of(PlanOptions)
     near = meant(argument, names)
     return f"unrecognized option {argument}{near}; see {PROGRAM} --help"
 

@@ -23,6 +23,7 @@ ONE_NODE = (
 )
 SITES = f"{STEP} --mbit 120 --latency-ms 2.5 --sites 4"
 TWO = f"{STEP} --mbit 80 --latency-ms 5 --workers.nodes 2 --workers.locals 1"
+RUN = f"{SITES} --tokens 6e5 --batch 1e3"  # of 600 steps
 # 6 N D / (64 · 197e12 / 2) = 19,036 s for 1 B parameters and 20 B tokens.
 MODEL = "--parameters 1e9 --tokens 2e10 --chips v5e:8x8"
 
@@ -48,6 +49,11 @@ def brief(found):
     """The waiting in %, the longest wait in ms, and the periods."""
     wait = 100 * found["waiting"], 1e3 * found["longest_wait_seconds"]
     return [*(round(x, 1) for x in wait), *found["periods"]]
+
+
+LATER = "1,100:16"
+RULE = "quadratic(0.2,4)"
+QUADRATIC = f"--method local-sgd --method.period {RULE}"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,17 @@ def brief(found):
         # At most 1024 steps, 410 of 102,400 ms, and at most a tenth of the 500 steps.
         (f"{SITES} --share 0.001", "local-sgd float32 1 0", [0.4, 410, 1024]),
         (f"digits {NODES} --share 0.001", "local-sgd float32 1 0", [11.4, 410, 32]),
+        # A given period; a delay hides 100 ms. Fragments take turns within it.
+        (f"{SITES} --method.period 8", "local-sgd float32 1 0", [33.9, 410, 8]),
+        (f"{SITES} --method.period 8", "diloco float32 4 1", [4.8, 10, 8]),
+        # 100 exchanges, and 31 in the other 500 steps: 131 times 410 ms.
+        (f"{RUN} --method.period 1,100:16", "local-sgd float32 1 0", [47.2, 410, LATER]),
+        (f"{RUN} --method.period 1,100:16", "lsgd float32 1 0", [47.8, 420, LATER, LATER]),
+        # 25 and 31 exchanges, of which 310 ms are not hidden.
+        (f"{RUN} --method.period 4,100:16", "diloco float32 1 1", [22.4, 310, "4,100:16"]),
+        (f"{RUN} --method.period 601,602:1", "diloco float32 1 0", [0, 0, "601,602:1"]),
+        # (0.2 / 0.05)² = 16 steps: 31 rounds of the 500 steps of digits, and their rest.
+        (f"digits {NODES} {QUADRATIC}", "local-sgd float32 1 0", [20.8, 410, RULE]),
     ],
 )
 def test_candidates_for_given_values(options, method, expected, planned, monkeypatch):
@@ -167,6 +184,25 @@ def test_hours_and_losses_by_the_laws(planned):
     # Four workers: 2 · 3/4 of 4 GB.
     (exchange,) = rest["exchanges"]
     assert exchange["level"] == "all workers" and exchange["seconds"] == pytest.approx(48)
+
+
+def test_bytes_and_seconds_of_a_period_that_changes(planned):
+    """Averages over the run, in which no fragment and no delay fits a period of 1."""
+    found, _ = planned(f"{RUN} --method.period {LATER}")
+    (local,) = found["local-sgd", "float32", 1, 0]
+    assert local["hours"] == pytest.approx((60 + 131 * 0.41) / 3600)
+    # Four workers: 2 · 3/4 of 4 MB.
+    assert local["bytes_per_step"] == pytest.approx(131 / 600 * 6e6)
+    assert local["peak_bytes"] == 6e6
+    assert local["options"] == f"--method local-sgd --method.period {LATER}"
+    assert {x for x in found if x[2:] != (1, 0)} == set()
+    assert found["allreduce", "float32", 1, 0][0]["periods"] == [1]
+    found, _ = planned(f"{MODEL} --sites 4 --mbit 1000 --method.period 8,9999:32")
+    (diloco,) = found["diloco", "float32", 1, 0]
+    # 10,000 / 8 and 41,156 / 32 exchanges of 48 s, in 51,156 steps.
+    assert diloco["hours"] == pytest.approx((19_036 + (1250 + 1286) * 48) / 3600, rel=1e-4)
+    assert diloco["loss"]["source"] == "no law: fitted for periods that do not change"
+    assert "outer_rate" not in diloco
 
 
 def test_a_given_batch(planned):
@@ -308,6 +344,15 @@ def test_one_worker_has_nothing_to_plan(capsys):
         (f"{SITES} --drop 1 1e9", "`drop` and `join` must be within the first 2,500 s"),
         (f"{MODEL} --sites 4 --mbit 1 --watts 0", "`watts` must be above 0, got watts=0"),
         ("digits --chips v5e:4x4 --mbit 1", "`chips` needs `sites`"),
+        (f"{SITES} --method.period 0", "`period` must be a positive int, got period=0"),
+        (
+            f"{RUN} --method.period 8,9",
+            "a period must be like 8, '1, 500: 16' or 'quadratic",
+        ),
+        (f"{RUN} --method.perod 8", "--method.perod; did you mean --method.period?"),
+        (f"{SITES} --method.period 1,9:2", "`period` must be a number of steps where the"),
+        (f"{RUN} --method.period {RULE}", "the quadratic rule needs the learning rate"),
+        (f"{RUN} --method.period 1,9:2 --slow 1 2", "number of steps where workers differ"),
         ("digits --chips v5e:4x4 --sites 3 --mbit 1", "`sites` must divide the 16 chips"),
         (f"{SITES} --json --markdown", "only one of `json` and `markdown` may be given"),
         (f"{SITES} --plot plan.txt", "`plot` must be a PNG file, got plot=plan.txt"),

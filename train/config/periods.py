@@ -46,7 +46,7 @@ def parse(
     if not isinstance(text, str):
         return text
     try:
-        found = QUADRATIC.fullmatch(text.strip())
+        found = _quadratic(text)
         if found:
             alpha = float(found[1])
             smallest = int(found[2])
@@ -63,3 +63,12 @@ def parse(
         raise ValueError(
             f"a period must be like {EXAMPLES}, got {text!r}: {error}"
         ) from error
+
+
+def is_quadratic(text: str) -> bool:
+    """Whether a period follows the quadratic rule, which reads the learning rate."""
+    return _quadratic(text) is not None
+
+
+def _quadratic(text: str) -> re.Match[str] | None:
+    return QUADRATIC.fullmatch(text.strip())

@@ -12,6 +12,7 @@ from train.metrics.quantities import HOUR, duration, number
 from train.planning import laws
 from train.planning.candidates import NAMES, Candidate, MethodVariant
 from train.planning.links import Link
+from train.planning.periods import average, constant
 from train.planning.scenario import KNOWN, Scenario
 
 
@@ -166,7 +167,7 @@ class Advice:
         return {
             "name": found.name,
             "options": found.options,
-            "periods": list(found.periods),
+            "periods": [constant(x) or str(x) for x in found.periods],
             "fragments": found.method.fragments,
             "delay": found.method.delay,
             "wire": found.method.wire,
@@ -193,7 +194,7 @@ class Advice:
         figure, axes = subplots(figsize=(7, 4.5))
         unit = 1e-3 if self.base.steps is None else HOUR
         diloco = [x for x in self.candidates if x.method == MethodVariant("diloco")]
-        shortest = min(diloco, key=lambda x: x.periods)
+        shortest = min(diloco, key=lambda x: average(x.periods[-1]))
         lines = [self.base, shortest, self.best, self.candidates[0]]
         for found in {x.name: x for x in lines}.values():
             times = [self._at(found, rate).seconds / unit for rate in rates]
@@ -218,7 +219,7 @@ class Advice:
 def _cost(found: Candidate) -> float:
     """The nats that a method costs; its period where no law gives them."""
     if found.loss.more is None:
-        return max(found.periods[-1], KNOWN[0])
+        return max(average(found.periods[-1]), KNOWN[0])
     return found.loss.more
 
 

@@ -8,10 +8,14 @@ are simulated (see `engine`), and asynchronous methods are candidates, too.
 """
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from train.config import methods as trained
+from train.config.methods import MethodConfig
 from train.planning import engine, laws
+from train.planning.periods import ChangingPeriod, Period, average
 
 
 FRAGMENTS = 1, 4, 16
@@ -64,7 +68,8 @@ class Candidate:
     Attributes:
       method: the method.
       periods: steps between two exchanges of a parameter; LSGD's inside and global ones.
-      exchanges: (seconds, steps between two of them) of each kind of exchange.
+      exchanges: (seconds, steps between two of them) of each kind of exchange. Where a
+        period changes, the steps are their average over the run.
       sent: bytes that a worker sends per step, on average.
       peak: bytes that it sends in the largest exchange.
       step: seconds of a step without exchanges.
@@ -76,8 +81,8 @@ class Candidate:
     """
 
     method: MethodVariant
-    periods: tuple[int, ...]
-    exchanges: tuple[tuple[float, int], ...]
+    periods: tuple[Period, ...]
+    exchanges: tuple[tuple[float, float], ...]
     sent: float
     peak: float
     step: float
@@ -98,8 +103,7 @@ class Candidate:
         method = self.method
         words = []
         if method.name != "allreduce":
-            period = " and ".join(dict.fromkeys(map(str, self.periods)))
-            words.append("every step" if period == "1" else f"every {period} steps")
+            words.append(_often(self.periods))
         if method.fragments > 1:
             words.append(f"{method.fragments} fragments")
         if method.delay:
@@ -111,24 +115,53 @@ class Candidate:
     @property
     def options(self) -> str:
         """The settings as options of the trainer."""
-        method = self.method
-        found: dict[str, int | float | str] = {}
-        if method.name == "lsgd":
-            found["local-period"], found["global-period"] = self.periods
-        elif method.name in ASYNCHRONOUS:
-            found["local-steps"] = self.periods[0]
-        elif method.name != "allreduce":
-            found["period"] = self.periods[0]
-        if method.fragments > 1:
-            found["fragments"] = method.fragments
-        if method.delay:
-            found["delay"] = method.delay
-        if method.wire in WIRES[1:]:
-            found["wire"] = method.wire
+        given = dict(self._given)
         if "outer_rate" in self.settings:
-            found["outer-learning-rate"] = self.settings["outer_rate"]
-        own = [f"--method.{name} {value}" for name, value in found.items()]
-        return " ".join([f"--method {method.name}", *own])
+            given["outer_learning_rate"] = self.settings["outer_rate"]
+        words = [f"--method {self.method.name}"]
+        for name, value in given.items():
+            words.append(f"--method.{name.replace('_', '-')} {shlex.quote(str(value))}")
+        return " ".join(words)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """The settings that differ from the trainer's, and the periods."""
+        method = self.method
+        given: dict[str, Any] = {}
+        if method.name == "lsgd":
+            given["local_period"], given["global_period"] = self.periods
+        elif method.name in ASYNCHRONOUS:
+            given["local_steps"] = self.periods[0]
+        elif method.name != "allreduce":
+            given["period"] = self.periods[0]
+        if method.fragments > 1:
+            given["fragments"] = method.fragments
+        if method.delay:
+            given["delay"] = method.delay
+        if method.wire in WIRES[1:]:
+            given["wire"] = method.wire
+        return given
+
+    @property
+    def trained(self) -> MethodConfig:
+        """The method of the trainer."""
+        given = dict(self._given)
+        for name, value in given.items():
+            if isinstance(value, ChangingPeriod):
+                given[name] = str(value.pieces)
+        return trained.make(self.method.name, **given)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the method takes these settings together, as far as it knows them."""
+        try:
+            if self.method.name in ASYNCHRONOUS:
+                self.trained.asynchronous()
+            else:
+                self.trained.exchanges(1.0, self.steps)
+        except ValueError:
+            return False
+        return True
 
     @property
     def pause(self) -> float:
@@ -161,12 +194,12 @@ class Candidate:
         return each * self.steps + extra
 
     @property
-    def complexity(self) -> tuple[int, ...]:
+    def complexity(self) -> tuple[float, ...]:
         """The key that orders candidates from the simplest to the most elaborate."""
         method = self.method
         order = list(NAMES).index(method.name)
         wire = WIRES.index(method.wire) if method.wire in WIRES else 0
-        return order, method.fragments, method.delay, wire, *self.periods
+        return order, method.fragments, method.delay, wire, *map(average, self.periods)
 
     def is_like(self, other: "Candidate") -> bool:
         """Whether a candidate has the same method and periods, and is not simpler."""
@@ -182,6 +215,16 @@ class Candidate:
         else:
             hides = self.hides * min(self.method.delay, 1)
         return max(0.0, seconds - hides * self.step)
+
+
+def _often(periods: tuple[Period, ...]) -> str:
+    """How often workers exchange, in words."""
+    different = dict.fromkeys(periods)
+    if any(isinstance(period, ChangingPeriod) for period in different):
+        return "period " + " and ".join(f"'{period}'" for period in different)
+    if tuple(different) == (1,):
+        return "every step"
+    return f"every {' and '.join(map(str, different))} steps"
 
 
 NAMES = {

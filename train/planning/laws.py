@@ -86,7 +86,11 @@ def none(reason: str) -> Loss:
 
 
 def loss(
-    parameters: float, tokens: float, replicas: int, method: str, period: int = 1
+    parameters: float,
+    tokens: float,
+    replicas: int,
+    method: str,
+    period: int | None = 1,
 ) -> Loss:
     """Returns the loss of a method.
 
@@ -95,7 +99,7 @@ def loss(
       tokens: number of tokens, of which 20 N are the laws' own.
       replicas: number of replicas, M.
       method: as in the trainer; allreduce and diloco have a law.
-      period: steps between two exchanges of a parameter, H.
+      period: steps between two exchanges of a parameter, H; None if it changes.
 
     >>> found = loss(1e9, 2e10, 4, "diloco", 30)
     >>> round(found.nats, 3), round(found.error, 3), round(found.more, 3)
@@ -134,8 +138,10 @@ def loss(
     return Loss(base + more, error * (base + more), more, apart, source)
 
 
-def _of_period(period: int, replicas: int) -> tuple[float | None, str]:
+def _of_period(period: int | None, replicas: int) -> tuple[float | None, str]:
     """The nats that a period adds to those of H = 30, and their source or the reason."""
+    if period is None:
+        return None, "fitted for periods that do not change"
     if is_near(period, 30):
         return 0.0, ""
     if is_near(period, 100) and replicas in LONGER:
@@ -169,7 +175,7 @@ def is_near(period: int, known: int) -> bool:
 
 
 def settings(
-    parameters: float, replicas: int, method: str, period: int
+    parameters: float, replicas: int, method: str, period: int | None
 ) -> dict[str, float]:
     """Returns the settings that laws have for a method: rate, batch and outer rate.
 
@@ -188,6 +194,7 @@ def settings(
         return found | {"rate": RATE(parameters)}
     if method == "diloco":
         found["rate"] = JOINT_RATE(parameters, replicas)
-        if is_near(period, 30) and replicas in OUTER_RATES:
+        is_known = period is not None and is_near(period, 30)
+        if is_known and replicas in OUTER_RATES:
             found["outer_rate"] = OUTER_RATES[replicas]
     return found

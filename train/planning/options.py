@@ -10,6 +10,7 @@ import tyro
 
 import lsgd_jax as lj
 from train import compile
+from train.config import methods, periods
 from train.config.schema import Condition
 from train.metrics.quantities import number
 from train.planning import laws
@@ -87,8 +88,37 @@ REFUSED: Sequence[tuple[str, str, str]] = (
     ("", "experiment step_ms chips", MISSING.format("chips")),
     ("step_ms tokens", "batch", "`tokens` needs `batch` where `step_ms` is given"),
     ("batch", "tokens", "`batch` needs `tokens`"),
+    (
+        "changing",
+        "experiment tokens",
+        "`period` must be a number of steps where the length of the run is not known: give "
+        "`tokens` and `batch`, or an experiment",
+    ),
+    (
+        "quadratic",
+        "experiment",
+        "`period` by the quadratic rule needs the learning rate of an experiment",
+    ),
+    (
+        "changing differs",
+        "",
+        "`period` must be a number of steps where workers differ; `python -m "
+        "train.simulate` runs one that changes",
+    ),
     ("json markdown", "", "only one of `json` and `markdown` may be given"),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedMethod:
+    """The options of a method that a plan takes.
+
+    Args:
+      period: of all methods, in place of periods that suit the links: a number of steps, or
+        one that changes, '1, 500: 16' or 'quadratic(0.02, 4)'.
+    """
+
+    period: periods.PeriodText | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,12 +163,24 @@ class PlanOptions(compile.Cluster, Unequal):
     markdown: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     plot: pathlib.Path | None = None
     parameter_mb: float | None = None
+    method: PlannedMethod = PlannedMethod()
 
     @property
     def is_described(self) -> bool:
         """Whether an experiment is planned for a cluster that is not here."""
         kinds = (self.chips, self.topology, self.gpu)
         return self.experiment is not None and any(x is not None for x in kinds)
+
+    @property
+    def changing(self) -> bool:
+        """Whether a period is given that changes during the run."""
+        return isinstance(self.method.period, str)
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the quadratic rule is given."""
+        period = self.method.period
+        return isinstance(period, str) and periods.is_quadratic(period)
 
     @property
     def size(self) -> float | None:
@@ -173,6 +215,7 @@ class PlanOptions(compile.Cluster, Unequal):
             if value is not None and not condition.holds(value):
                 shown = value if isinstance(value, pathlib.Path) else f"{value:g}"
                 raise ValueError(f"`{name}` must be {condition.text}, got {name}={shown}")
+        self._check_period()
         for given, missing, message in REFUSED:
             if all(map(self._has, given.split())) and not any(
                 map(self._has, missing.split())
@@ -183,6 +226,11 @@ class PlanOptions(compile.Cluster, Unequal):
     def _has(self, name: str) -> bool:
         """Whether an option is given. Its range is checked before; a latency may be 0."""
         return getattr(self, name) not in (None, 0)
+
+    def _check_period(self) -> None:
+        """Raises ValueError unless the trainer takes the period."""
+        if self.method.period is not None:
+            methods.make("local-sgd", period=self.method.period).exchanges(1.0, steps=1)
 
     def _check_tokens(self) -> None:
         """Raises ValueError for fewer tokens than one step takes."""

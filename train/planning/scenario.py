@@ -3,10 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lsgd_jax as lj
-from train.config import methods as trained
 from train.planning import engine, laws
 from train.planning.candidates import (
     ASYNCHRONOUS,
@@ -16,6 +15,7 @@ from train.planning.candidates import (
     methods,
 )
 from train.planning.links import WIRES, Link
+from train.planning.periods import GivenPeriod, Period, average, constant
 from train.planning.unequal import Unequal
 
 
@@ -61,6 +61,7 @@ class Scenario:
       flops: operations per second of all workers together.
       batch: tokens in a step of all workers; None for those of a law.
       leaves: number of leaves of the parameters; None if unknown.
+      period: of all methods; None for periods that suit the links.
       unequal: how workers differ; None if they do not.
       chips: number of all chips.
       hides: the share of a step behind which a message with a delay is hidden in the
@@ -76,6 +77,7 @@ class Scenario:
     flops: float | None = None
     batch: float | None = None
     leaves: int | None = None
+    period: GivenPeriod | None = None
     unequal: Unequal | None = None
     chips: int = 1
     hides: Mapping[bool, float] = dataclasses.field(default_factory=dict)
@@ -108,20 +110,22 @@ class Scenario:
 
         A method with a law has the shortest period for which a law was fitted or measured,
         and longer ones as long as workers wait more than this share of the time. Other
-        methods have the shortest power of two with which they wait no more.
+        methods have the shortest power of two with which they wait no more. A given period
+        is that of all methods that can have it.
         """
         found = [x for m in methods(self.leaves) for x in self._with_periods(m, share)]
         found = [self._simulated(x) for x in found]
         if self.unequal is not None:
-            found += [
-                self.candidate(method, (self._shortest_free(method),))
-                for method in asynchronous(self.leaves)
-            ]
+            for method in asynchronous(self.leaves):
+                found += map(self._simulated, self._free_running(method))
         return sorted(found, key=lambda x: x.seconds)  # stable: the simplest first
 
     def _with_periods(self, method: MethodVariant, share: float) -> Iterator[Candidate]:
         if method.name == "allreduce":
             yield self._of_equals(method, (1,))
+            return
+        if self.period is not None:
+            yield from self._with_the_given(method, self.period)
             return
         if method.name == "diloco" and self.tokens is not None:
             for period in KNOWN:
@@ -132,6 +136,24 @@ class Scenario:
         periods = self._shortest(method, share)
         if method.name != "diloco" or self.tokens is None or periods[0] > KNOWN[-1]:
             yield self._of_equals(method, periods)
+
+    def _with_the_given(
+        self, method: MethodVariant, given: GivenPeriod
+    ) -> Iterator[Candidate]:
+        """The method with the given period, or nothing if it cannot have it."""
+        steps = self._pace(method, None)[1]
+        period = given.over(steps)
+        levels = 2 if method.name == "lsgd" else 1
+        found = self._of_equals(method, (period,) * levels)
+        if found.is_possible:
+            yield found
+
+    def _free_running(self, method: MethodVariant) -> Iterator[Candidate]:
+        """The asynchronous method."""
+        if self.period is not None:
+            yield from self._with_the_given(method, self.period)
+        else:
+            yield self._of_equals(method, (self._shortest_free(method),))
 
     def _shortest_free(self, method: MethodVariant) -> int:
         """The shortest period from a law's on for which the link is fast enough.
@@ -167,20 +189,19 @@ class Scenario:
             return (least, least)
         return tuple(periods)
 
-    def candidate(self, method: MethodVariant, periods: tuple[int, ...]) -> Candidate:
+    def candidate(self, method: MethodVariant, periods: tuple[Period, ...]) -> Candidate:
         """A method with these periods."""
         return self._simulated(self._of_equals(method, periods))
 
-    def _of_equals(self, method: MethodVariant, periods: tuple[int, ...]) -> Candidate:
+    def _of_equals(self, method: MethodVariant, periods: tuple[Period, ...]) -> Candidate:
         """A method with these periods, among workers that do not differ."""
-        step, steps, settings = self._pace(method, periods[-1])
+        last = constant(periods[-1])
+        step, steps, settings = self._pace(method, last)
         exchanges, sent, peak = self._exchanges(method, periods)
         if self.tokens is None:
             loss = laws.none("the number of tokens is not known")
         else:
-            loss = laws.loss(
-                self.parameters, self.tokens, self.replicas, method.name, periods[-1]
-            )
+            loss = laws.loss(self.parameters, self.tokens, self.replicas, method.name, last)
         return Candidate(
             method=method,
             periods=periods,
@@ -195,9 +216,12 @@ class Scenario:
         )
 
     def _pace(
-        self, method: MethodVariant, period: int
+        self, method: MethodVariant, period: int | None
     ) -> tuple[float, int | None, Mapping[str, float]]:
-        """Seconds of a step, number of steps, and settings that laws have."""
+        """Seconds of a step, number of steps, and settings that laws have.
+
+        period: None if it changes.
+        """
         settings: dict[str, float] = {}
         if self.tokens is not None:
             settings = laws.settings(self.parameters, self.replicas, method.name, period)
@@ -212,8 +236,8 @@ class Scenario:
         return total / steps, steps, settings
 
     def _exchanges(
-        self, method: MethodVariant, periods: tuple[int, ...]
-    ) -> tuple[tuple[tuple[float, int], ...], float, float]:
+        self, method: MethodVariant, periods: tuple[Period, ...]
+    ) -> tuple[tuple[tuple[float, float], ...], float, float]:
         """The exchanges of a method, and a worker's bytes per step and in one of them."""
         if method.name in ASYNCHRONOUS:
             return (), 0.0, 0.0
@@ -228,10 +252,12 @@ class Scenario:
         sent = 0.0
         peak = 0.0
         for link, period in uses:
+            if average(period) == math.inf:
+                continue  # the run is shorter than the first period
             each = link.seconds(kind, self.parameters, method.wire, method.fragments)
-            exchanges.append((each, period // method.fragments))
+            exchanges.append((each, average(period) / method.fragments))
             whole = link.sent(self.parameters, method.wire)
-            sent += whole / period
+            sent += whole / average(period)
             peak = max(peak, whole / method.fragments)
         return tuple(exchanges), sent, peak
 
@@ -241,10 +267,12 @@ class Scenario:
             return found
         locals = self.links[INSIDE].workers if INSIDE in self.links else 1
         grid = (self.replicas // locals, locals)
+        period = constant(found.periods[-1])
+        assert period is not None  # `PlanOptions.check` refuses it where workers differ
         if found.method.name in ASYNCHRONOUS:
             pace = engine.free_running(
-                _running(found),
-                found.periods[-1],
+                found.trained.asynchronous(),
+                period,
                 self._network,
                 self.parameters,
                 grid,
@@ -271,17 +299,6 @@ class Scenario:
         )
 
 
-def _running(found: Candidate) -> lj.asynchronous.Method:
-    """The asynchronous method of a candidate."""
-    options: dict[str, Any] = {
-        "local_steps": found.periods[-1],
-        "wire": found.method.wire,
-    }
-    if found.method.fragments > 1:
-        options["fragments"] = found.method.fragments
-    return trained.make(found.method.name, **options).asynchronous()
-
-
 def _timed(found: Candidate) -> list[engine.TimedExchange]:
     """The exchanges of a candidate in lock step. All but the last are inside a node."""
     delay = found.method.delay
@@ -290,7 +307,7 @@ def _timed(found: Candidate) -> list[engine.TimedExchange]:
     for (seconds, every), axes in zip(found.exchanges, [*inside, ("node", "local")]):
         if not delay:
             seconds = found.exposed(seconds)
-        timed.append(engine.TimedExchange(seconds, every, delay, axes))
+        timed.append(engine.TimedExchange(seconds, round(every), delay, axes))
     return timed
 
 

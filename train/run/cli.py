@@ -264,6 +264,11 @@ def run_with_others(
     return made
 
 
+def options_of(function: Callable[..., Any]) -> list[str]:
+    """The options that tyro derives from a function or a dataclass."""
+    return [_option(name) for name, _ in _hints(function)]
+
+
 def _hints(function: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the names and types of the options that tyro derives from a function."""
     hints = typing.get_type_hints(

@@ -207,7 +207,7 @@ class Outer(InPhases):
             x=y,
             u=y,
             is_update=False,
-            states=before.pulls,
+            states=tuple(before.pulls),
             counts=counts,
             is_finite=before.is_finite,
         )

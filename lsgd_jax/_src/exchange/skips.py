@@ -35,13 +35,18 @@ class Skips:
             raise ValueError(f"`seed` must be an int, got seed={self.seed!r}")
 
     def at(self, t: Any) -> Any:
-        """Whether step t = 1, 2, … is one of them; an int, or an int32 array."""
+        """Whether step t = 1, 2, … is one of them; an int, or an int32 array.
+
+        An array of NumPy is answered on the host, by one of its own.
+        """
         if self.probability == 0:
             return False
         limit = np.uint32(self.probability * 2**32)
         seed = np.uint32(self.seed % 2**32)
         if isinstance(t, int):
             return t > 1 and bool(_hash(np.full([1], t, np.uint32), seed)[0] < limit)
+        if isinstance(t, np.ndarray):
+            return (t > 1) & (_hash(t.astype(np.uint32), seed) < limit)
         return (t > 1) & (_hash(jnp.asarray(t).astype(jnp.uint32), seed) < limit)
 
 

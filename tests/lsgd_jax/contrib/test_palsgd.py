@@ -170,6 +170,9 @@ def test_hosts_and_programs_draw_alike():
         skips = Skips(0.2, seed)
         on_host = [skips.at(t) for t in range(1, 5001)]
         np.testing.assert_array_equal(skips.at(jnp.arange(1, 5001)), on_host)
+        together = skips.at(np.arange(1, 5001))  # nothing is compiled for them
+        assert isinstance(together, np.ndarray)
+        np.testing.assert_array_equal(together, on_host)
         assert not on_host[0] and abs(np.mean(on_host) - 0.2) < 0.02
     assert Skips(0.2, 0) != Skips(0.2, 7)
 
