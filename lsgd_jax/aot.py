@@ -26,3 +26,4 @@ from lsgd_jax._src.aot.report import Report as Report
 from lsgd_jax._src.aot.report import Seconds as Seconds
 from lsgd_jax._src.aot.report import check_quiet as check_quiet
 from lsgd_jax._src.aot.shapes import shapes_of as shapes_of
+from lsgd_jax._src.exchange.ahead import Ahead as Ahead

@@ -121,15 +121,16 @@ def install(network=Tiny, share=False, set=setattr):
 
 
 def note_traces(set=setattr):
-    """The list of the tasks whose training steps are traced from now on."""
-    seen, step = [], Task.step
+    """The list of the tasks whose steps, without an exchange, are traced from now on."""
+    seen = []
+    defer = Task.defer
 
-    @functools.wraps(step)
-    def noted(self, *arguments, **named):
+    @functools.wraps(defer)
+    def noted(self, *arguments):
         seen.append(self)
-        return step(self, *arguments, **named)
+        return defer(self, *arguments)
 
-    set(Task, "step", noted)
+    set(Task, "defer", noted)
     return seen
 
 

@@ -20,7 +20,6 @@ the table, and the others go on. The exit status is 1 if a run diverged or faile
 """
 
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -257,8 +256,8 @@ def trace(config: Config, dataset: Any, session: Session) -> None:
     experiment = Experiment(config, dataset, lambda text: None, session=session)
     state = experiment.init()
     batch = experiment.batch(0)
-    step = functools.partial(experiment.step, phase=experiment.phase(1))
-    jax.eval_shape(step, state, experiment.data, batch)
+    # The whole step, with the exchange also if the first step has none.
+    jax.eval_shape(experiment.step, state, experiment.data, batch)
     if experiment.skips:
         jax.eval_shape(experiment.skip, state)
 

@@ -249,12 +249,22 @@ class MethodConfig:
             counts steps from 0.
           steps: of the run, for a period that depends on the rate.
         """
+        before = self.before_exchange(base, learning_rate, steps)
+        exchange = self.exchanges(learning_rate, steps)
+        return optax.chain(*before) if exchange is None else optax.chain(*before, exchange)
+
+    def before_exchange(
+        self,
+        base: optax.GradientTransformation,
+        learning_rate: optax.ScalarOrSchedule = 1.0,
+        steps: int | None = None,
+    ) -> list[optax.GradientTransformation]:
+        """The chain without `exchanges`, its last part. For arguments see `around`."""
         made = functools.partial(self._made, learning_rate=learning_rate, steps=steps)
         if self.row.around is not None:
             base = made(self.row.around, base=base)
         first = [made(self.row.first)] if self.row.first else []
-        last = [made(self.row.last)] if self.row.last else []
-        return optax.chain(*first, base, *last)
+        return [*first, base]
 
     def asynchronous(
         self,

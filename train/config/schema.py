@@ -394,9 +394,11 @@ class Config:
     # Number of recent checkpoints to keep, besides the best one and the latest one with
     # finite losses.
     keep_checkpoints: Annotated[Count, FREE] = 3
-    # Compile one program for each phase of the method (no exchange, an exchange, …) in
-    # place of one with conditionals. Defaults to yes on accelerators: there the message of
-    # a method with a delay travels while the gradient is computed.
+    # Compile the whole step for each phase of the method (no exchange, an exchange, …), or
+    # with no once with conditionals. By default the step is compiled once and each exchange
+    # is a small program of its own. Methods that do not allow this (a delay, a rule that
+    # reads the parameters before the step) have whole steps: for each phase on
+    # accelerators, where a delayed message travels while the gradient is computed.
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker. Steps that
     # compute no gradient (palsgd) do not count.

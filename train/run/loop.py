@@ -95,9 +95,7 @@ def _take_step(run: Run, batches: Iterator[Any] | None, compiled: set[Any]) -> A
         take = functools.partial(experiment.skip, run.state, phase=phase)
     else:
         batch = next(batches)
-        take = functools.partial(
-            experiment.step, run.state, experiment.data, batch, phase=phase
-        )
+        take = functools.partial(experiment.take, run.state, batch, run.step + 1)
     program = phase, batches is None
     with contextlib.nullcontext() if program in compiled else _compiling(run):
         run.state, result = take()

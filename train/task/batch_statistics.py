@@ -34,9 +34,8 @@ def averaged(stats: Any, before: Any, after: Any) -> Any:
     if not jax.tree.leaves(stats):
         return stats
 
-    def exchanges(opt_state: Any) -> Array:  # by all levels of the method together
-        counts = [pull.traffic.exchanges.value for pull in lj.diagnostics(opt_state)]
-        return sum(counts, start=jnp.int32(0))
+    def exchanges(opt_state: Any) -> list[Array]:  # of each level of the method
+        return [pull.traffic.exchanges.value for pull in lj.diagnostics(opt_state)]
 
     def mean(stats: Any) -> Any:
         tx = lj.local_sgd(period=1)
@@ -44,7 +43,10 @@ def averaged(stats: Any, before: Any, after: Any) -> Any:
         updates, _ = tx.update(no_step, tx.init(stats), stats)
         return lj.apply_updates(stats, updates)
 
-    has_communicated = exchanges(after) > exchanges(before)
+    counts = list(zip(exchanges(before), exchanges(after), strict=True))
+    if all(old is new for old, new in counts):
+        return stats  # the step has no exchange
+    has_communicated = sum(new - old for old, new in counts) > 0
     return jax.lax.cond(has_communicated, mean, lambda stats: stats, stats)
 
 

@@ -25,6 +25,7 @@ from train.task import batch_statistics, inside, models, optimizers, schedules
 from train.task.datasets import Data, load_dataset
 from train.task.forward import Check, Forward, TestResult, go_on
 from train.task.images import ImageForward
+from train.task.separate_steps import SeparateSteps
 from train.task.state import TrainState
 from train.task.text import TextForward
 from train.task.translation import TranslationForward
@@ -38,6 +39,13 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     rate = schedules.learning_rate(config.optimizer, config.steps)
     base = optimizers.make(config.optimizer, rate)
     return config.method.around(base, rate, config.steps)
+
+
+def optimizer_before_exchange(config: Config) -> optax.GradientTransformationExtraArgs:
+    """The same chain without the exchange at its end."""
+    rate = schedules.learning_rate(config.optimizer, config.steps)
+    base = optimizers.make(config.optimizer, rate)
+    return optax.chain(*config.method.before_exchange(base, rate, config.steps))
 
 
 class Task:
@@ -73,6 +81,7 @@ class Task:
     ):
         self._config = config
         self.tx = make_optimizer(config)
+        self._before_exchange = optimizer_before_exchange(config)
         rate = schedules.learning_rate(config.optimizer, config.steps)
         self.method = config.method.exchanges(rate, config.steps)
         data = load_dataset(config) if dataset is None else dataset
@@ -174,6 +183,51 @@ class Task:
         updates, opt_state, stats, loss = self.learn(state, data, batch, phase)
         params = lj.apply_updates(state.params, updates)
         return self._after(state, params, stats, opt_state), loss
+
+    def defer(
+        self, state: TrainState, data: Any, batch: Any
+    ) -> tuple[TrainState, Array, Any]:
+        """One worker's `step` without the exchange of its method, see `Exchange.defer`.
+
+        Returns:
+          (state, loss, counts); `arrive` takes the counts if the exchange is due.
+        """
+        assert self.method is not None
+        loss, stats, grads = self.gradient(state, data, batch)
+        score = self.score(state, data, loss)
+        *before, own = state.opt_state
+        updates, before = self._before_exchange.update(
+            grads, tuple(before), state.params, value=score, grad=grads
+        )
+        params, own, counts = self.method.defer(
+            updates, own, state.params, loss=score, grad=grads
+        )
+        return self._after(state, params, stats, (*before, own)), loss, counts
+
+    def arrive(
+        self,
+        before: Any,
+        params: Any,
+        stats: Any,
+        own: Any,
+        counts: Any,
+        phase: lj.Phase,
+    ) -> tuple[Any, Any, Any]:
+        """One worker's exchange, which `defer` has left out.
+
+        Args:
+          before: the parameters before the step.
+          params, stats, own, counts: results of `defer`; own: the state of the method.
+          phase: the phase of the step.
+
+        Returns:
+          (params, stats, own).
+        """
+        assert self.method is not None
+        params, after = self.method.arrive(before, params, own, counts, phase=phase)
+        if self._config.batch_statistics == "average":
+            stats = batch_statistics.averaged(stats, own, after)
+        return params, stats, after
 
     def skip(
         self, state: TrainState, phase: lj.Phase | None = None
@@ -410,18 +464,43 @@ class Experiment(BaseExperiment):
             skipped |= np.asarray(skips.at(np.arange(1, steps + 1)))
         return steps - int(skipped.sum())
 
+    @functools.cached_property
+    def separate(self) -> SeparateSteps | None:
+        """Steps whose exchanges are programs of their own, or None if steps are whole."""
+        is_separable = self.method is not None and self.method.is_separable
+        if self._config.static_phases is not None or not is_separable:
+            return None
+        task = self.task
+        last = self._config.steps
+        return SeparateSteps(self.workers, task.defer, task.arrive, self._phase, last)
+
     def phase(self, step: int) -> lj.Phase | None:
         """The phase of a step, from 1; None if one program serves all steps."""
         is_static = self._config.static_phases
         if is_static is None:
-            # On CPUs a program for each phase costs more to compile than it saves.
-            is_static = self.workers.mesh.devices.flat[0].platform != "cpu"
+            # On CPUs whole steps for each phase cost more to compile than they save.
+            on_cpu = self.workers.mesh.devices.flat[0].platform == "cpu"
+            is_static = self.separate is not None or not on_cpu
         if not is_static or self.method is None:
             return None
+        return self._phase(step)
+
+    def _phase(self, step: int) -> lj.Phase:
+        assert self.method is not None
         return self.method.phase(step, self.workers.sizes)
 
+    def take(self, state: TrainState, batch: Any, step: int) -> tuple[TrainState, Array]:
+        """Takes step `step`, from 1, with its batch, as training does.
+
+        Returns:
+          The new state, and the losses [W].
+        """
+        if self.separate is not None:
+            return self.separate(state, self.data, batch, step)
+        return self.step(state, self.data, batch, phase=self.phase(step))
+
     def advance(self, state: TrainState, step: int) -> tuple[TrainState, Array]:
-        """Takes step `step`, from 0, as training does, without phases.
+        """Takes step `step`, from 0, as one program, to the result that training has.
 
         Returns:
           The new state, and the losses [W]; without a gradient, see `skip`.

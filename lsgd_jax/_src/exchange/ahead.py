@@ -13,10 +13,21 @@ import jax
 
 
 class Ahead:
-    """Compiles one program at a time.
+    """Compiles one program at a time, beside the work of the caller.
 
     The end of the process waits for a compilation that has begun: XLA cannot cancel it, and
     aborts if Python takes the thread away.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> x = jnp.arange(3.0)
+    >>> ahead = lj.aot.Ahead()
+    >>> ahead.begin("double", double, [x])  # other work goes on here
+    >>> ahead.wait_for("double")
+    >>> double(x).tolist()
+    [0.0, 2.0, 4.0]
     """
 
     def __init__(self) -> None:
@@ -34,7 +45,7 @@ class Ahead:
         key: Hashable,
         program: Callable[..., Any],
         args: Sequence[Any],
-        named: Mapping[str, Any],
+        named: Mapping[str, Any] | None = None,
     ) -> None:
         """Begins to compile a program, if it can be compiled before it is called.
 
@@ -49,7 +60,7 @@ class Ahead:
         if lower is None or jax.config.jax_disable_jit:  # type: ignore
             return
         try:
-            lowered = lower(*args, **named)
+            lowered = lower(*args, **(named or {}))
         except Exception:
             return  # The call itself says what is wrong.
         self._key = key

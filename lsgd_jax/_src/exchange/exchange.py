@@ -17,9 +17,17 @@ from lsgd_jax._src.exchange import fragments, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.noted import note
 from lsgd_jax._src.exchange.options import PullOptions, with_options
-from lsgd_jax._src.exchange.own_step import Chained
-from lsgd_jax._src.exchange.phases import QUIET, Known, Phase, Sizes, all_phases, phase_at
-from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
+from lsgd_jax._src.exchange.own_step import Chained, Counts, Stepped
+from lsgd_jax._src.exchange.phases import (
+    QUIET,
+    Known,
+    Phase,
+    Sizes,
+    all_phases,
+    phase_at,
+    skips_of,
+)
+from lsgd_jax._src.exchange.placement import misplaced, sample_after, sample_of, unknown
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule
 from lsgd_jax._src.exchange.step import ExchangeState, Step
 from lsgd_jax._src.explicit import with_automatic_axes
@@ -92,6 +100,84 @@ class Exchange(InPhases, optax.GradientTransformationExtraArgs):
         still = trees.zeros(params)
         update, state = self.update(still, state, params, phase=phase)
         return trees.apply_updates(params, update), state
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether what arrives may be a program of its own, see `defer`.
+
+        It may not if a rule depends on x, if messages are to travel while the next gradient
+        is computed, if a step that is not finite is undone, or if steps have no gradient.
+        """
+        if self.check == "every_step" or skips_of(self.pulls):
+            return False
+        return not any(pull.rule.reads_x or pull.delay for pull in self.pulls)
+
+    @with_automatic_axes
+    def defer(
+        self,
+        updates: Tree,
+        state: Any,
+        params: Tree,
+        *,
+        loss: Any = None,
+        grad: Tree | None = None,
+    ) -> Any:
+        """`update` and `apply_updates` without what arrives at the step.
+
+        For any step of a method that is separable. It communicates nothing.
+
+        Args:
+          updates, state, params, loss, grad: as for `update`.
+
+        Returns:
+          (params, state, counts): counts: for each pull, whether loss and rule let this
+          worker take part. `arrive` takes them if a pull is due at this step.
+        """
+        updates, params = trees.arrays((updates, params))
+        check_same_tree("updates", updates, params)
+        loss = loss_of(None, loss)
+        extras = extras_of(self.pulls, params, grad)
+        note((pull.rule.axes for pull in self.pulls), params, is_silent=True)
+        with naming_the_state(state, lambda: self.init(params)):
+            x = trees.floats(params)
+            u = trees.widened(trees.floats(updates, like=params))
+            wrong = misplaced(state.expected, x)
+            at = Step(self.pulls, state, Known())
+            stepped = at.move(Chained(x, u, self.check), state.pulls, loss, extras)
+            after = at.defer(stepped.states)
+            params = trees.apply_updates(params, trees.refill(stepped.u, updates))
+            after = after._replace(
+                misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
+                # To read elements of the sum would cost a copy of x, see `update`.
+                expected=unknown(x),
+            )
+            return params, after, stepped.counts
+
+    @with_automatic_axes
+    def arrive(
+        self, before: Tree, params: Tree, state: Any, counts: Counts, *, phase: Phase
+    ) -> tuple[Tree, Any]:
+        """What `defer` has left out: afterwards all is as after `update`.
+
+        Args:
+          before: the parameters before the step, to which the chain adds.
+          params, state, counts: the results of `defer`.
+          phase: what `phase(t)` returned for the step.
+        """
+        known = Known.of(self.pulls, None, phase)
+        note((pull.rule.axes for pull in self.pulls), params, known.phase == QUIET)
+        with naming_the_state(state, lambda: self.init(params)):
+            stepped = Stepped(
+                x=trees.floats(before),
+                u=trees.floats(params),
+                is_update=False,
+                states=state.pulls,
+                counts=counts,
+                is_finite=state.is_finite,
+                adds=True,
+            )
+            y, after = Step(self.pulls, state, known, is_deferred=True).arrive(stepped)
+            return trees.refill(y, params), after._replace(expected=sample_of(y))
 
 
 @by_value

@@ -611,6 +611,7 @@ def land(
     state: PullState,
     is_finite: Array,
     t: Array,
+    is_update: bool = True,
 ) -> tuple[Tree, PullState, Array]:
     """Moves y = x + u towards the target; a worker that is not finite takes it whole.
 
@@ -622,6 +623,7 @@ def land(
       state: the pull's state.
       is_finite: bool scalar, whether loss, y and the result of the rule's step are finite.
       t: int32 scalar, the step.
+      is_update: see `move`.
 
     Returns:
       (u, state, restored). restored: whether the worker took the whole target because it
@@ -635,7 +637,7 @@ def land(
         keeps &= ~state.agreement.differs
     weight = pull.weight(t)
     found = target.found & jnp.isfinite(weight)
-    u = move(x, u, target.z, weight, found, keeps)
+    u = move(x, u, target.z, weight, found, keeps, is_update)
     restored = found & ~takes_part
     # Without an x, u is y itself and the target is reached exactly.
     again = target.is_huge & (x is not None)
@@ -686,22 +688,35 @@ def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
     return jax.tree.map(leaf, x, u)
 
 
-def drop_non_finite_steps(x: Tree | None, u: Tree) -> Tree:
-    """Returns u, with 0 where u is not finite, or nan where x is not finite either."""
+def drop_non_finite_steps(x: Tree | None, u: Tree, is_update: bool = True) -> Tree:
+    """Returns u, with 0 where u is not finite, or nan where x is not finite either.
+
+    is_update: see `move`. In a y the elements of x stand in place of 0.
+    """
     if x is None:
         return u
 
     def leaf(x: Array, u: Array) -> Array:
-        still = trees.where_finite(x, lax.full(x.shape, 0, x.dtype), jnp.nan)
+        stays = lax.full(x.shape, 0, x.dtype) if is_update else x
+        still = trees.where_finite(x, stays, jnp.nan)
         return jnp.where(jnp.isfinite(u), u, still.astype(u.dtype))
 
     return jax.tree.map(leaf, x, u)
 
 
 def move(
-    x: Tree | None, u: Tree, z: Tree, weight: Any, found: Array, takes_part: Array
+    x: Tree | None,
+    u: Tree,
+    z: Tree,
+    weight: Any,
+    found: Array,
+    takes_part: Array,
+    is_update: bool = True,
 ) -> Tree:
     """Returns the u that moves x to y + λ (z - y), or that y itself without an x.
+
+    is_update: whether u is an update of x; otherwise u is y itself, and with an x the
+    result is x + u, rounded as in a chain.
 
     It moves x to z itself if λ is 1 or the worker is not finite. Elements of z that are not
     finite are no target. Without a target, and for elements that do not move, u is
@@ -729,12 +744,20 @@ def move(
         to = towards(y, z)
         return jnp.where(to == y, y, to)
 
+    def step_to(to: Array, x: Array) -> Array:
+        # x itself may be nan, and then u alone must lead to the target.
+        start = trees.widened(x)
+        return trees.widened(to) - trees.where_finite(start, start, 0)
+
     def update(x: Array, u: Array, z: Array) -> Array:
         y = trees.plus(x, u)
         to = towards(y, z)
-        # x itself may be nan, and then u alone must lead to the target.
-        start = trees.widened(x)
-        step = trees.widened(to) - trees.where_finite(start, start, 0)
-        return jnp.where(to == y, u, step.astype(u.dtype))
+        return jnp.where(to == y, u, step_to(to, x).astype(u.dtype))
 
-    return jax.tree.map(moved, u, z) if x is None else jax.tree.map(update, x, u, z)
+    def added(x: Array, y: Array, z: Array) -> Array:
+        to = towards(y, z)
+        return jnp.where(to == y, y, trees.apply_updates(x, step_to(to, x)))
+
+    if x is None:
+        return jax.tree.map(moved, u, z)
+    return jax.tree.map(update if is_update else added, x, u, z)

@@ -53,6 +53,8 @@ class Stepped(NamedTuple):
       states: the pulls' states.
       counts: for each pull, whether loss and rule let this worker take part.
       is_finite: bool scalar, whether the worker is finite as far as it was checked.
+      adds: whether pulls move the worker by updates of x, as in a chain, so that x + u is
+        rounded. If u is y itself, its chain has added the update already.
     """
 
     x: Tree
@@ -61,6 +63,7 @@ class Stepped(NamedTuple):
     states: tuple[PullState, ...]
     counts: Counts
     is_finite: Array
+    adds: bool = False
 
 
 class Chained(NamedTuple):
@@ -89,7 +92,7 @@ class Chained(NamedTuple):
             self.check,
             before.extras,
         )
-        return Stepped(self.x, u, True, states, counts, is_finite)
+        return Stepped(self.x, u, True, states, counts, is_finite, adds=True)
 
 
 class Remembered(NamedTuple):
@@ -121,7 +124,7 @@ class Remembered(NamedTuple):
 
         moved = trees.apply_updates(self.x, after.u)
         y = jax.tree.map(keep, self.y, moved, u, after.u)
-        return after._replace(u=y, is_update=False)
+        return after._replace(u=y, is_update=False, adds=False)
 
 
 class Alone(NamedTuple):

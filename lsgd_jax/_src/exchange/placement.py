@@ -37,6 +37,14 @@ def sample_after(x: Tree, u: Tree) -> Array:
     return jnp.stack([stand(*each) for each in elements])
 
 
+def sample_of(y: Tree) -> Array:
+    """Returns the same elements of y, the parameters after the step: float32 [k]."""
+    elements = _sampled(y) if layout_is_known() else []
+    if not elements:
+        return unknown(y)
+    return jnp.stack([element.astype(jnp.float32) for element in elements])
+
+
 def misplaced(expected: Array, x: Tree) -> Array:
     """Whether x is elsewhere: int32 scalar, 1 or 0. Elements that are not finite match."""
     elements = _sampled(x) if layout_is_known() else []

@@ -212,7 +212,7 @@ class Step:
 
     def _run(self, stepped: Stepped) -> tuple[Tree, tuple[PullState, ...], Array]:
         """The pulls, one after the other, on a worker that is packed once."""
-        whole = View.of(stepped.x, stepped.is_update)
+        whole = View.of(stepped.x, stepped.is_update, stepped.adds)
         u = stepped.u
         if stepped.is_update:
             # Otherwise XLA repeats the optimizer's step wherever u is read, and copies the
@@ -239,7 +239,7 @@ class Step:
                 # Restoring a part does not restore the other leaves.
                 is_finite |= restored if view.is_whole else whole.all_finite(worker)
             after.append(state)
-        worker = kernel.drop_non_finite_steps(whole.xs, worker)
+        worker = kernel.drop_non_finite_steps(whole.xs, worker, whole.is_update)
         return whole.packing.unpack(worker, t=self._common), tuple(after), is_finite
 
     def _arrived(
@@ -318,7 +318,14 @@ class Step:
             )
         target = target._replace(z=view.packing.pack(target.z))
         u, state, restored = kernel.land(
-            pull, view.xs, u, target, state, takes_part, self._common
+            pull,
+            view.xs,
+            u,
+            target,
+            state,
+            takes_part,
+            self._common,
+            is_update=view.is_update,
         )
         return u, acting.put(states, before, state), restored
 

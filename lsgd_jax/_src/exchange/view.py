@@ -6,6 +6,8 @@ buffers. That of a part gets its leaves from them, and puts them back.
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax._src import trees
@@ -17,14 +19,15 @@ from lsgd_jax._src.wire.packing import Packing
 class View(NamedTuple):
     """Some leaves of a worker, or all of them.
 
-    u is the update of the worker, or y itself without the parameters before the step.
+    u is the update of the worker, or y itself.
 
     Attributes:
       worker: the buffers in which the whole worker lies.
       packing: the buffers of these leaves.
       x: the leaves before the step.
-      xs: x in the buffers, or None if u is y itself.
+      xs: x in the buffers if pulls move the worker by updates of x, otherwise None.
       part: the leaves, or None for all.
+      is_update: whether u is an update of x.
     """
 
     worker: Packing
@@ -32,16 +35,18 @@ class View(NamedTuple):
     x: Tree
     xs: list[Array] | None
     part: Any = None
+    is_update: bool = False
 
     @classmethod
-    def of(cls, x: Tree, is_update: bool) -> "View":
+    def of(cls, x: Tree, is_update: bool, adds: bool) -> "View":
         """The view of a whole worker.
 
         is_update: whether u is an update of x, and not y itself.
+        adds: whether pulls move the worker by updates of x.
         """
         packing = Packing(x)
-        xs = packing.pack(x) if is_update else None
-        return cls(packing, packing, x, xs)
+        xs = packing.pack(x) if adds else None
+        return cls(packing, packing, x, xs, is_update=is_update)
 
     def of_part(self, part: Any) -> "View":
         """The view of a part of this whole worker; None is all of it."""
@@ -50,7 +55,7 @@ class View(NamedTuple):
         x = parts.select(part, self.x)
         packing = Packing(x)
         xs = None if self.xs is None else packing.pack(x)
-        return View(self.worker, packing, x, xs, part)
+        return View(self.worker, packing, x, xs, part, self.is_update)
 
     @property
     def is_whole(self) -> bool:
@@ -73,7 +78,7 @@ class View(NamedTuple):
         return self.worker.pack(parts.put_back(self.part, own, others))
 
     def y(self, u: list[Array]) -> Tree:
-        """Returns the parameters: x + u in the dtypes of x, or u itself without an x."""
+        """Returns the parameters: x + u in the dtypes of x, or u if it is y itself."""
         return self.packing.unpack(self._position(u))
 
     def all_finite(self, u: list[Array]) -> Array:
@@ -83,4 +88,9 @@ class View(NamedTuple):
         return trees.all_finite(self.packing.unpack(y) if self.packing.keeps_shapes else y)
 
     def _position(self, u: list[Array]) -> list[Array]:
-        return u if self.xs is None else trees.plus(self.xs, u)
+        if self.xs is None:
+            return u
+        if self.is_update:
+            return trees.plus(self.xs, u)
+        # As in a chain, where nothing can be added to an x that is not finite.
+        return jax.tree.map(lambda x, y: trees.where_finite(x, y, jnp.nan), self.xs, u)

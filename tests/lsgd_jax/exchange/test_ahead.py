@@ -83,7 +83,7 @@ class Program:
 
 def test_the_error_of_a_compilation_comes_before_the_step_that_needs_it():
     ahead = Ahead()
-    ahead.begin("a", Program("compile"), (), {})
+    ahead.begin("a", Program("compile"), ())
     ahead.wait_for("b")
     with pytest.raises(RuntimeError, match="out of memory"):
         ahead.wait_for("a")
@@ -93,7 +93,7 @@ def test_the_error_of_a_compilation_comes_before_the_step_that_needs_it():
 @pytest.mark.parametrize("program", [lambda: None, Program("lower")])
 def test_a_function_that_cannot_be_lowered_is_left_to_its_call(program):
     ahead = Ahead()
-    ahead.begin("a", program, (), {})
+    ahead.begin("a", program, ())
     assert ahead._thread is None
     ahead.wait_for("a")
 
@@ -108,7 +108,7 @@ def deep(x):
     return x
 
 ahead = Ahead()
-ahead.begin("deep", jax.jit(deep), (jax.ShapeDtypeStruct((64, 64), jnp.float32),), {})
+ahead.begin("deep", jax.jit(deep), (jax.ShapeDtypeStruct((64, 64), jnp.float32),))
 assert ahead.is_busy
 """
 

@@ -3,6 +3,8 @@
 import dataclasses
 import shutil
 
+import jax
+import jax.monitoring
 import pytest
 import tiny
 
@@ -19,7 +21,21 @@ def traces():
 
 
 @pytest.fixture(scope="package")
-def finished(tmp_path_factory, traces):
+def programs():
+    """Names of the programs that are compiled."""
+    names = []
+
+    def note(event, seconds, fun_name="", **_):
+        if event.endswith("backend_compile_duration"):
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture(scope="package")
+def finished(tmp_path_factory, traces, programs):
     """A finished run: (run, result)."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     return tiny.run_shared(dataclasses.replace(tiny.SMALL, run_dir=str(folder)))
@@ -48,13 +64,9 @@ def trained():
     """Trains a run and applies `change` to (state, loss) after each step."""
 
     def trained(run, change):
-        step = run.experiment.step
+        take = run.experiment.take
         with pytest.MonkeyPatch.context() as patch:  # the experiment is shared
-            patch.setattr(
-                run.experiment,
-                "step",
-                lambda *given, **named: change(*step(*given, **named)),
-            )
+            patch.setattr(run.experiment, "take", lambda *given: change(*take(*given)))
             return train(run)
 
     return trained

@@ -39,7 +39,10 @@ def center(run):
 
 
 def test_compilation_is_no_training_time(opened, trained, monkeypatch):
-    """By a clock that advances by 7 s in each step; the first one compiles."""
+    """By a clock that advances by 7 s in each step.
+
+    The first one compiles, and 2 and 4 need exchanges that may not be compiled yet.
+    """
     clock = itertools.count(0, 7)
     now = SimpleNamespace(at=next(clock))
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: now.at))
@@ -49,10 +52,10 @@ def test_compilation_is_no_training_time(opened, trained, monkeypatch):
         return after
 
     result = trained(opened(), timed)
-    assert (result.compile_seconds, result.seconds) == (7, 11 * 7)
+    assert (result.compile_seconds, result.seconds) == (3 * 7, 9 * 7)
     events = log.read(result.folder)
-    assert events["end"][-1]["compile_seconds"] == 7
-    assert [event["seconds"] for event in events["test"]] == [5 * 7, 11 * 7]
+    assert events["end"][-1]["compile_seconds"] == 3 * 7
+    assert [event["seconds"] for event in events["test"]] == [3 * 7, 9 * 7]
 
 
 def test_metrics_hold_all_intervals_elections_and_tests(finished):
@@ -95,8 +98,41 @@ def test_distances_are_measured_on_both_sides_of_an_exchange(opened, tmp_path):
     ]
 
 
+def test_a_run_compiles_its_step_once_and_each_exchange(finished, programs):
+    """The exchange of the node, and that of both levels."""
+    run, _ = finished
+    assert [programs.count(f"jit({name})") for name in ("defer", "arrive")] == [1, 2]
+    experiment = run.experiment
+    arguments = experiment.init(), experiment.data, experiment.batch(0)
+    lowered = experiment.separate._defer.lower(*arguments)
+    assert exchanges(lowered.compile().as_text()) == (0, [])
+
+
+AVERAGED = dict(
+    model="digits-bn",
+    batch_statistics="average",
+    method=methods.make("diloco", period=4, fragments=2, wire="int8"),
+)
+
+
+@pytest.mark.parametrize("changes", [{}, slow(AVERAGED)])
+def test_whole_steps_have_the_same_bits(changes, finished, opened, tmp_path):
+    whole = opened(static_phases=False, **changes)
+    train(whole)
+    run = finished[0]
+    if changes:
+        run = opened(run_dir=str(tmp_path / "separate"), **changes)
+        train(run)
+    tiny.assert_equal_to_the_bit(whole.state, run.state)
+    seen, expected = (log.read(each.folder)["train"] for each in (run, whole))
+    of_time = {"seconds", "steps_per_second"}
+    for event, other in zip(seen, expected, strict=True):
+        assert event.keys() == other.keys()
+        assert all(event[name] == other[name] for name in event.keys() - of_time)
+
+
 def test_only_steps_with_a_pull_communicate(finished):
-    """In the compiled step, collectives occur only in the branches of the two pulls."""
+    """In the whole step, collectives occur only in the branches of the two pulls."""
     run, result = finished
     experiment = run.experiment
     arguments = experiment.init(), experiment.data, experiment.batch(0)
@@ -124,7 +160,7 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     run, _ = finished
     assert traces.count(run.experiment.task) == 1
     experiment, state = run.experiment, run.experiment.init()
-    experiment.step(state, experiment.data, experiment.batch(0), phase=None)
+    experiment.take(state, experiment.batch(0), 1)
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.size > 100]
     assert len(arrays) >= 2 and all(leaf.is_deleted() for leaf in arrays)
 
@@ -146,14 +182,14 @@ def gradients_of(monkeypatch):
     """Collects the steps at which a run calls the step with a gradient."""
 
     def gradients_of(run):
-        step = run.experiment.step
+        take = run.experiment.take
         seen = []
 
-        def counted(*given, **named):
-            seen.append(run.step + 1)
-            return step(*given, **named)
+        def counted(state, batch, step):
+            seen.append(step)
+            return take(state, batch, step)
 
-        monkeypatch.setattr(run.experiment, "step", counted)
+        monkeypatch.setattr(run.experiment, "take", counted)
         return seen
 
     return gradients_of

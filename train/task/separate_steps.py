@@ -1,0 +1,99 @@
+"""Steps of all workers whose exchanges are programs of their own.
+
+The step is compiled once, without an exchange, and runs at every step. Each phase in which
+something is due is a small program, which runs after the steps at which it is due. It is
+compiled while the first steps run. All numbers are those of the whole step.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import lsgd_jax as lj
+from train.task.state import TrainState
+
+
+QUIET = lj.Phase()
+EXCHANGES_AHEAD = 256  # whose programs are compiled before they are due
+
+
+class SeparateSteps:
+    """Takes steps of all workers.
+
+    Args:
+      workers: the grid.
+      defer: one worker's step without its exchange, see `Task.defer`.
+      arrive: one worker's exchange, see `Task.arrive`.
+      phase: the phase of each step, counted from 1.
+      last: the last step for which programs are compiled before it is due.
+    """
+
+    def __init__(
+        self,
+        workers: lj.Workers,
+        defer: Callable[..., Any],
+        arrive: Callable[..., Any],
+        phase: Callable[[int], lj.Phase],
+        last: int,
+    ):
+        self._defer = workers.map(defer, donate=0)
+        # The parameters before the step cannot become any result.
+        self._arrive = workers.map(arrive, donate=(1, 2, 3), static="phase")
+        self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+        self._phase = phase
+        self._last = last
+        self._ahead = lj.aot.Ahead()
+        self._begun: set[lj.Phase] = set()
+        self._coming: Iterator[lj.Phase] | None = None
+
+    def __call__(
+        self, state: TrainState, data: Any, batch: Any, step: int
+    ) -> tuple[TrainState, Array]:
+        """Takes a step: (state, losses [W]), after the exchange if one is due.
+
+        Args:
+          state: the state before the step, which is donated.
+          data, batch: as for `Experiment.step`.
+          step: the number of the step, from 1.
+        """
+        phase = self._phase(step)
+        # Before the step: the state is still there if the compilation fails.
+        self._ahead.wait_for(phase)
+        before = self._copy(state.params) if phase != QUIET else None
+        state, loss, counts = self._defer(state, data, batch)
+        if phase != QUIET:
+            self._begun.add(phase)
+            operands = _operands(state)
+            state = _after(state, *self._arrive(before, *operands, counts, phase=phase))
+        self._compile_ahead(state, counts, step)
+        return state, loss
+
+    def _compile_ahead(self, state: TrainState, counts: Any, step: int) -> None:
+        """Begins to compile the exchange that is due first, of those that are missing."""
+        if self._ahead.is_busy:
+            return
+        if self._coming is None:
+            later = map(self._phase, range(step + 1, self._last + 1))
+            due = (phase for phase in later if phase != QUIET)
+            self._coming = itertools.islice(due, EXCHANGES_AHEAD)
+        for phase in self._coming:
+            if phase not in self._begun:
+                self._begun.add(phase)
+                args = state.params, *_operands(state), counts
+                self._ahead.begin(phase, self._arrive, args, {"phase": phase})
+                return
+
+
+def _operands(state: TrainState) -> tuple[Any, Any, Any]:
+    """All that an exchange may change: parameters, statistics, state of the method."""
+    return state.params, state.stats, state.opt_state[-1]
+
+
+def _after(state: TrainState, params: Any, stats: Any, own: Any) -> TrainState:
+    """The state with the results of an exchange."""
+    opt_state = (*state.opt_state[:-1], own)
+    return state._replace(params=params, stats=stats, opt_state=opt_state)
