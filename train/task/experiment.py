@@ -196,13 +196,14 @@ class Task:
         loss, stats, grads = self.gradient(state, data, batch)
         score = self.score(state, data, loss)
         *before, own = state.opt_state
-        updates, before = self._before_exchange.update(
+        base: Any
+        updates, base = self._before_exchange.update(
             grads, tuple(before), state.params, value=score, grad=grads
         )
         params, own, counts = self.method.defer(
             updates, own, state.params, loss=score, grad=grads
         )
-        return self._after(state, params, stats, (*before, own)), loss, counts
+        return self._after(state, params, stats, (*base, own)), loss, counts
 
     def arrive(
         self,
