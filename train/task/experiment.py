@@ -196,10 +196,10 @@ class Task:
         loss, stats, grads = self.gradient(state, data, batch)
         score = self.score(state, data, loss)
         *before, own = state.opt_state
-        base: Any
-        updates, base = self._before_exchange.update(
+        after: Any = self._before_exchange.update(
             grads, tuple(before), state.params, value=score, grad=grads
         )
+        updates, base = after
         params, own, counts = self.method.defer(
             updates, own, state.params, loss=score, grad=grads
         )
