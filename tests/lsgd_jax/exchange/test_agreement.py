@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, UNLIKE, Run, exchanged, in_turn, mostly_slow
+from harness import METHODS, UNLIKE, Run, exchanged, in_turn, mostly_slow, train
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -202,7 +202,8 @@ def test_one_worker_sends_nothing_and_others_send_8_bytes_more():
         sent = []
         for verify in (False, True):
             tx = lj.lsgd(0.0, 0.5, 2, 1, order="combine_then_adapt", verify=verify)
-            _, state = exchanged(tx, lj.Workers(1, W), start(W), steps=2)
+            x = start(W)
+            _, state = train(tx, lj.Workers(1, W), x, [x] * 2, [np.arange(W)] * 2)
             (pull,) = lj.diagnostics(state)
             sent.append(pull.payload)
         # Each worker adds its own step, so that targets may differ.

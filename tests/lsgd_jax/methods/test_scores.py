@@ -23,9 +23,7 @@ def test_the_mean_of_the_best():
     assert mean(2, [3, 1, 4, 2]) == [1.5] * 4  # workers 1 and 3
     assert mean(1, [1, 1, 4, 2]) == [0] * 4  # ties go to the lowest index
     assert mean(2, [np.nan, 1, np.nan, np.nan]) == [1] * 4  # all that are finite
-
-
-def test_a_huge_leader_is_followed_and_enters_no_mean():
+    # A huge leader is followed, and enters no mean.
     x = np.float32([0, 3e38, 5, 2])
     assert mean(1, [3, 1, 4, 2], x) == [x[1]] * 4
     assert mean(2, [3, 1, 4, 2], x)[2:] == [1, 1]  # of workers 0 and 3
