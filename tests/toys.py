@@ -93,13 +93,16 @@ def moving(start, update):
 
 
 def broken(training, i, steps, value=jnp.nan):
-    """The same, but that worker i's update is not finite at some of its steps."""
+    """The same, but that worker i's update is not finite at some of its steps.
+
+    Momentum is as it was after a step at parameters that are not finite.
+    """
 
     def step(x, s, own, t):
-        u, s, own, loss = training.step(x, s, own, t)
+        u, after, own, loss = training.step(x, s, own, t)
         if int(own) == i and int(t) in steps:
             u = jax.tree.map(lambda u: jnp.full_like(u, value), u)
-        return u, s, own, loss
+        return u, after if np.isfinite(loss) else s, own, loss
 
     return Training(training.init, step)
 

@@ -164,6 +164,9 @@ def _majority(votes: Array, workers: int) -> Array:
     >>> votes = jnp.array([[7, 7], [3, 3], [3, 3], [3, 3]], jnp.uint32)[:, None]
     >>> _majority(votes, workers=2).tolist()
     [1]
+    >>> half_equal = jnp.array([[3, 1], [3, 2], [5, 5], [5, 5]], jnp.uint32)[:, None]
+    >>> _majority(half_equal, workers=4).tolist()
+    [2]
     """
     high = votes[..., 0]
     low = votes[..., 1]

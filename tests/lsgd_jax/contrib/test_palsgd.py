@@ -175,6 +175,8 @@ def test_hosts_and_programs_draw_alike():
         np.testing.assert_array_equal(together, on_host)
         assert not on_host[0] and abs(np.mean(on_host) - 0.2) < 0.02
     assert Skips(0.2, 0) != Skips(0.2, 7)
+    # A run that resumes with another release skips the same steps.
+    assert [t for t in range(1, 13) if Skips(0.4, 5).at(t)] == [5, 7, 9, 12]
 
 
 def test_a_pull_that_would_overshoot_ends_at_the_anchor():

@@ -133,6 +133,12 @@ def test_the_loss_has_two_names_and_may_be_any_number():
     for u, state in workers.map(update)(x, before):
         close(u, np.array([[0.0], [-6.0]]))
         assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, before)
+    # Beside a loss that is not finite, elements of the update that are not are dropped.
+    tx = lj.local_sgd(5, axes=())
+    x = jnp.ones(2)
+    for loss, first in ((jnp.nan, 0.0), (1.0, jnp.nan)):
+        u, _ = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(x), x, value=loss)
+        np.testing.assert_array_equal(u, [first, 1.0])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SCHEDULES = {
     "every step": Schedule(1),
     "plain": Schedule(3),
     "offset": Schedule(4, (1,), 3),
-    "fragments": Schedule(6, (2, 4, 0), 3),
+    "fragments": Schedule(6, (3, 5, 1), 3),
     "late": Schedule(3, (0,), 2, after=4),
     "growing": Schedule(GROWING),
     "growing late": Schedule(lj.Periods({0: 3, 7: 5}), (0,), 2, after=2),

@@ -25,11 +25,11 @@ def test_a_start_that_is_not_finite_does_not_enter_the_center(method, field):
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(["diloco", "slowmo", "injected"], fast=["injected"])
+    "name", mostly_slow(["diloco", "slowmo", "injected"], fast=["slowmo", "injected"])
 )
 def test_every_second_exchange_begins_without_momentum(name):
     """Schedules of the outer optimizer go on."""
-    rates = [0.5, 0.25, 0.125, 0.0625]
+    rates = [0.5, 0.25, 0.1, 0.0625]  # not geometric, so that each must be the right one
     rate = lambda k: jnp.asarray(rates)[k]
     gradients, m, x = np.random.default_rng(9).normal(size=(4, 1, 17)), 0.0, 0.0
     if name == "slowmo":

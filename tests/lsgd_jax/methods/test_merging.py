@@ -57,10 +57,13 @@ def test_weights_of_another_number_of_workers_are_refused():
     ],
 )
 def test_weights_of_any_size_count_by_their_ratio(weights):
-    """Also where a worker is lost beside whose weight they were negligible."""
-    g = np.random.default_rng(8).normal(size=(3, 17))
+    """Also where a worker is lost beside whose weight they were negligible.
+
+    One worker has no weight.
+    """
+    g = np.random.default_rng(8).normal(size=(4, 17))
     g[0] = np.nan
     ratio = weights[1] / weights[0]
     expected = (g[1] + ratio * g[2]) / (1 + ratio)
-    found = merged(outer_sgd(weights=(1.7e308, *weights)), g)
+    found = merged(outer_sgd(weights=(1.7e308, *weights, 0)), g)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -56,16 +56,16 @@ def test_two_attackers_of_seven(defense, attack):
 
 
 def test_licm_averages_inside_the_band():
-    g = jnp.array([[1.0, 0.0], [2.0, 0.0], [2.5, 1.0], [3.0, -1.0], [9.0, 0.0]])
+    g = jnp.array([[1.0, 0.0], [2.0, 0.0], [2.5, 1.0], [3.5, -2.0], [9.0, 0.0]])
     # Medians 2.5 and 0, bands [1.25, 3.75] and [0, 0]. With γ = 0 the medians remain.
-    for gamma in (0.5, 0.0):
-        expected = np.tile(np.float32([2.5, 0.0]), (5, 1))
+    for gamma, inside in ((0.5, 8 / 3), (0.0, 2.5)):
+        expected = np.tile(np.float32([inside, 0.0]), (5, 1))
         close(np.asarray(aggregate(lj.robust.licm(gamma), g)), expected)
 
 
 def test_with_no_worker_finite_gradients_stay():
     g = jnp.array([[jnp.nan, 1.0], [jnp.inf, 2.0]])
-    for tx in (lj.allreduce(), lj.robust.cge(1)):
+    for tx in (lj.allreduce(), lj.robust.cge(0)):
         np.testing.assert_array_equal(aggregate(tx, g), g)
 
 

@@ -55,24 +55,19 @@ def test_workers_that_are_not_finite_are_dropped_first(kind):
     check(aggregate(make(**options), tree(np.full((8, 4), np.nan))), [np.nan] * 4)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        lj.robust.krum(faulty=3),
-        pytest.param(lj.robust.trimmed_mean(cut=4), marks=pytest.mark.slow),
-    ],
-)
-def test_the_median_stands_in_for_what_needs_more_workers(tx):
-    check(aggregate(tx, tree(ROWS)), np.median(ROWS, 0), atol=0)
+def test_the_median_stands_in_for_what_needs_more_workers():
+    for tx in (lj.robust.krum(faulty=3), lj.robust.trimmed_mean(cut=4)):
+        check(aggregate(tx, tree(ROWS)), np.median(ROWS, 0), atol=0)
 
 
 def test_multi_krum_is_the_mean_of_the_best():
     gaps = np.square(ROWS[:, None] - ROWS).sum(-1)
-    scores = np.sort(gaps, axis=1)[:, 1:-2].sum(axis=1)  # without itself and f + 1 others
+    scores = np.sort(gaps, axis=1)[:, 1:-3].sum(axis=1)  # without itself and f + 1 others
     best = ROWS[np.argsort(scores)[:3]].mean(axis=0)
-    check(aggregate(lj.robust.krum(faulty=1, keep=3), tree(ROWS)), best, atol=1e-6)
+    # Seven workers are just enough, 2 f + 3.
+    check(aggregate(lj.robust.krum(faulty=2, keep=3), tree(ROWS)), best, atol=1e-6)
     far = np.where(np.arange(7)[:, None] == np.argmin(scores), 1e6, ROWS)
-    seen = aggregate(lj.robust.krum(faulty=1, keep=3), tree(far))
+    seen = aggregate(lj.robust.krum(faulty=2, keep=3), tree(far))
     assert max(np.abs(x).max() for x in seen.values()) < 10
 
 
@@ -126,12 +121,14 @@ def test_bytes_do_not_grow_with_the_workers(kind):
         (seen,) = lj.diagnostics(workers.map(state)(workers.put(jnp.ones([W, 800]))))
         sums = 3 * W * W if kind == "krum" else 32 * 3 * W
         assert seen.bytes_sent == 4 * (800 + 800 // W + 1 + sums)
+        assert not seen.misplaced.any()  # nothing is known without parameters
 
 
 def test_a_sharded_worker_counts_every_coordinate_once():
-    """One leaf lies in shards, the other one whole on both devices of each worker."""
+    """One leaf lies in shards, the other one, a number, on both devices of each worker."""
     workers = lj.Workers(1, 4, inside={"fsdp": 2})
-    rows = np.random.default_rng(0).normal(size=(4, 10)).astype(np.float32)
+    rows = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
+    rows[:, 8] *= 5
     rows[2] *= 5
     shards, alone = jax.sharding.PartitionSpec("fsdp"), jax.sharding.PartitionSpec()
     tx, parts = lj.robust.geometric_median(), {"a": rows[:, :8], "b": rows[:, 8:]}
@@ -141,9 +138,8 @@ def test_a_sharded_worker_counts_every_coordinate_once():
         np.testing.assert_allclose(seen[name], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_part_without_floats_stays_as_it_is(kind):
-    pull, workers = lj.Pull(lj.rules.robust_mean(kind), 1.0), lj.Workers(1, 2)
+def test_a_part_without_floats_stays_as_it_is():
+    pull, workers = lj.Pull(lj.rules.robust_mean("krum"), 1.0), lj.Workers(1, 2)
     (seen,) = exchanged(lj.exchange(pull), workers, {"n": jnp.array([[3], [4]])})[:1]
     assert seen["n"].tolist() == [[3], [4]]
 

@@ -213,13 +213,13 @@ class Coordinator:
         """Notes that worker i has waited in vain for a peer, which is absent then."""
         self.leave(peer)
 
-    def finish(self, i: int, report: WorkerReport | None = None) -> None:
+    def finish(self, i: int, report: WorkerReport) -> None:
         """Notes that worker i has taken its last step; others may still take over from it.
 
         report: its last one.
         """
         self.finished = sorted({*self.finished, i})
-        self._reports[i] = report or self._reports[i]
+        self._reports[i] = report
         self.leave(i)
 
     def claim(self, i: int, step: int) -> NextAction:

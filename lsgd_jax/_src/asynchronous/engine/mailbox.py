@@ -53,7 +53,7 @@ class Mailbox:
         self._contributed = OrderedDict()
         self._params: Callable[[], Tree] | None = None
         self._shown: Tree = None  # `_params()`, once a peer has asked for it
-        self._measure = 0.0
+        self._measure: float  # known, as the parameters are, from the first `show` on
         self._reference: Tree = None
         self._moved: Tree = None
         self._closed = False

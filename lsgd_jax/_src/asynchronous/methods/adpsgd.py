@@ -103,10 +103,10 @@ class ADPSGDWorker(Driver):
             self._was_replaced = True
             return True
         half = half_way(request.sent, answer)
-        if not finite(half):
-            return False
-        self.shift(half)
-        return True
+        is_finite = finite(half)
+        if is_finite:
+            self.shift(half)
+        return is_finite
 
     async def finish(self) -> None:
         """Lands the last request and the last moves; later exchanges move no worker."""

@@ -102,9 +102,10 @@ def test_a_worker_that_has_finished_is_not_waited_for_and_may_be_taken_over_from
     c = Coordinator(workers=2, steps=4)
     c.enter(0, 0), c.enter(1, 0)
     assert c.arrive("sum", 1, 1.0, [0, 1]) is None
-    c.finish(0)
+    c.finish(0, WorkerReport(steps=2))
     assert c.arrive("sum", 1, 1.0, [0, 1]) == {1: 1.0}
     status = c.report(1, WorkerReport(steps=1))
     assert (status.present, status.finished) == ([1], [0])
+    assert [status.reports[i].steps for i in range(2)] == [2, 1]
     c.enter(0, 2)
     assert c.status().finished == []
