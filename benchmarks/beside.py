@@ -69,6 +69,9 @@ def form_of(
     lag = 0 if name == "waits" else delay
     train = lj.around(update, lj.diloco(PERIOD, delay=lag, wire=wire), params=0)
     state = workers.map(train.init)(jax.tree.map(jnp.copy, start))
+    # jax runs programs that do not depend on one another side by side, and then processes
+    # would mix up their messages.
+    jax.block_until_ready(state)
     return workers.loop(train, donate=0, beside=name == "beside"), state
 
 
@@ -96,6 +99,7 @@ def work(options: argparse.Namespace) -> None:
                 for _ in range(PERIOD):
                     state, loss = step(state, batch)
                     jax.block_until_ready(loss)
+                jax.block_until_ready(state)
                 seconds[name].append(time.perf_counter() - began)
                 forms[name] = step, state
         if session.is_main:

@@ -78,6 +78,9 @@ class LoopBeside(Loop):
         check_may_travel(train.methods)
         self.waited = 0.0
         self._twin = twin
+        # The number of messages so far. Each one waits for the one before it: jax may run
+        # programs side by side, and processes would mix up their messages.
+        self._sent = _shared(0)
         self._away: dict[Key, PullState] = {}  # on the twin
         self._slots: dict[Key, Slot] = {}
         self._like: dict[Key, Tree] = {}  # the part of each pull, as shapes of one worker
@@ -123,7 +126,7 @@ class LoopBeside(Loop):
         for key in rules:
             # Its trace tells which leaves are agreed on.
             program: Any = self._program_beside("send", key)
-            program.trace(self._away[key], _shared(0))
+            program.trace(self._away[key], _shared(0), self._sent)
 
     def _steps(self, key: Key) -> bool:
         """Whether the rule acts on each step."""
@@ -161,7 +164,8 @@ class LoopBeside(Loop):
             round = dict(zip(phase.sends, phase.rounds)).get(slot.number)
             self._ahead.wait_for(("send", key, round))
             program = self._program_beside("send", key, round)
-            self._away[key] = program(self._away[key], _shared(counts[key[0]]))
+            t = _shared(counts[key[0]])
+            self._away[key], self._sent = program(self._away[key], t, self._sent)
 
     def _phases_at(self, counts: Sequence[int]) -> Phases:
         """What each method does on the devices that train."""
@@ -252,7 +256,8 @@ class LoopBeside(Loop):
                 continue
             self._begun.add(name)
             program = self._program_beside(*name)
-            self._ahead.begin(name, program, (self._away[key], _shared(0)), {})
+            args = self._away[key], _shared(0), self._sent
+            self._ahead.begin(name, program, args, {})
         super()._compile_ahead(counts, args, named)
 
     def _like_those_of(self, phases: Phases, args: Sequence[Any]) -> Sequence[Any]:
@@ -296,15 +301,16 @@ def _send(
     agreed: set[int],
     state: PullState,
     t: Shared,
-) -> PullState:
-    """The state after the agreement about step t.
+    sent: Shared,
+) -> tuple[PullState, Shared]:
+    """The state after the agreement about step t, and the number of messages so far.
 
     agreed: gets the numbers of the leaves of the rule's state that change.
     """
     after, _ = kernel.send_pending(pull, like, state, t.value, round)
     pairs = zip(jax.tree.leaves(state.rule), jax.tree.leaves(after.rule), strict=True)
     agreed.update(i for i, (old, new) in enumerate(pairs) if old is not new)
-    return after
+    return after, Shared(sent.value + 1)
 
 
 def _land(pull: kernel.Pull, state: PullState, landed: PullState) -> PullState:
