@@ -54,6 +54,8 @@ class Beside(Protocol):
 
     def there(self, tree: Tree) -> Tree: ...
 
+    def share(self, number: Any) -> jax.Array: ...
+
     def back(self, tree: Tree) -> Tree: ...
 
     def like_back(self, tree: Tree) -> Tree: ...
@@ -80,7 +82,7 @@ class LoopBeside(Loop):
         self._twin = twin
         # The number of messages so far. Each one waits for the one before it: jax may run
         # programs side by side, and processes would mix up their messages.
-        self._sent = _shared(0)
+        self._sent = Shared(twin.share(np.int32(0)))
         self._away: dict[Key, PullState] = {}  # on the twin
         self._slots: dict[Key, Slot] = {}
         self._like: dict[Key, Tree] = {}  # the part of each pull, as shapes of one worker

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.spmd import Grid, compiled
+from lsgd_jax._src.workers.transfer import place
 
 
 Partners = Mapping[jax.Device, jax.Device]
@@ -40,6 +41,10 @@ class Twin:
     def there(self, tree: Tree) -> Tree:
         """The tree on the twin."""
         return _moved(tree, self._mesh, self._to)
+
+    def share(self, number: Any) -> jax.Array:
+        """A number on all devices of the twin."""
+        return place(number, self._grid.sharding(shared=True))
 
     def back(self, tree: Tree) -> Tree:
         """The tree on the devices that train."""
