@@ -258,8 +258,7 @@ class LoopBeside(Loop):
                 continue
             self._begun.add(name)
             program = self._program_beside(*name)
-            args = self._away[key], _shared(0), self._sent
-            self._ahead.begin(name, program, args, {})
+            self._ahead.begin(name, program, (self._away[key], _shared(0), self._sent), {})
         super()._compile_ahead(counts, args, named)
 
     def _like_those_of(self, phases: Phases, args: Sequence[Any]) -> Sequence[Any]:
