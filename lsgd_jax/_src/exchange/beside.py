@@ -438,6 +438,12 @@ def check_may_travel(methods: Sequence[Outer]) -> None:
         raise ValueError(
             "`beside` must be False for a method that reads the parameters before the step"
         )
+    outer = [pull for method in methods[1:] for pull in method.pulls]
+    if any(pull.rule.step is not silent for pull in outer):
+        raise ValueError(
+            "`beside` must be False if a method around another one acts on each step, such "
+            "as `lsgd`: its step comes after the exchange of the other one"
+        )
     for pull in delayed:
         if pull.rule.step is not silent and not pull.rule.steps_apart:
             raise ValueError(

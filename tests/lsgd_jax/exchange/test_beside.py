@@ -190,19 +190,27 @@ def test_shards_inside_a_worker_go_to_the_devices_beside_them():
     assert tuple(state.state["params"]["w"].sharding.spec) == ("node", *anchor)
 
 
+def around(**options):
+    return lj.around(update, lj.lsgd(0.1, 0.1, 2, 4, delay=1, **options))
+
+
 REFUSED = {
-    "`beside` must be False for a method without a `delay`": lambda: lj.local_sgd(2),
-    "reads the parameters before the step": lambda: lj.lsgd(
-        0.1, 0.1, 2, 4, delay=1, order="combine_then_adapt"
-    ),
-    "a rule whose step reads what the group agrees on": lambda: lj.lsgd(
-        0.1, 0.1, 2, 4, delay=1, local_proximal=0.1
-    ),
+    "a method without a `delay`": lambda: lj.around(update, lj.local_sgd(2)),
+    "reads the parameters before": lambda: around(order="combine_then_adapt"),
+    "step reads what the group agrees on": lambda: around(local_proximal=0.1),
+    "a method around another one": lambda: lj.around(around(), lj.lsgd(delay=1)),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_methods_that_cannot_travel_beside_are_refused(message):
-    train = lj.around(update, REFUSED[message]())
-    with pytest.raises(ValueError, match=message):
+    train = REFUSED[message]()
+    with pytest.raises(ValueError, match=f"`beside` must be False .*{message}"):
         WORKERS.loop(train, beside=True)
+
+
+def test_fragments_that_share_a_program_are_refused():
+    train = lj.around(update, lj.diloco(4, fragments=2, scan_axis=0, delay=1))
+    run = WORKERS.loop(train, beside=True)
+    with pytest.raises(ValueError, match="leave out `scan_axis`"):
+        run(begun(train, WORKERS), WORKERS.put(targets_of(4)[0]))
