@@ -246,7 +246,9 @@ def test_programs_that_map_over_workers_themselves(name, method):
         assert before.state["params"]["w"].is_deleted()
     x, y = (each.state["params"]["w"] for each in (state, other))
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-    assert len(run._programs) == {"local_sgd": 2, "wagma": 4}[method]
+    # The program of the next round is compiled, too, and has not been called yet.
+    ahead = {"local_sgd": 0, "wagma": 1}[method]
+    assert len(run._programs) == {"local_sgd": 2, "wagma": 4}[method] + ahead
     assert lj.diagnostics(state)[0].exchanges and not state.outer.exchange.misplaced.any()
 
 

@@ -56,7 +56,7 @@ def test_the_run_ends_with_bleu_and_a_sample(finished):
     assert events["test"][-1]["center_loss"] == center["loss"] < 0.5
     assert events["start"][0]["train_pairs"] == 45
     assert result.guess == pytest.approx(math.log(events["start"][0]["vocabulary"]))
-    source, target = run.experiment.forward._held_out
+    source, target = run.experiment.forward._test_sentences
     assert (source, target) == tuple(map(list, zip(*PAIRS[-5:])))
     found = trainer.load(result.folder, "last").translate(source)
     assert task.bleu(found, target) == center["bleu"]
