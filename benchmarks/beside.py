@@ -69,8 +69,8 @@ def form_of(
     lag = 0 if name == "waits" else delay
     train = lj.around(update, lj.diloco(PERIOD, delay=lag, wire=wire), params=0)
     state = workers.map(train.init)(jax.tree.map(jnp.copy, start))
-    # jax runs programs that do not depend on one another side by side, and then processes
-    # would mix up their messages.
+    # With this in flight gloo has ended the processes at `wait_for_all`: it had received a
+    # message of another size.
     jax.block_until_ready(state)
     return workers.loop(train, donate=0, beside=name == "beside"), state
 

@@ -80,8 +80,8 @@ class LoopBeside(Loop):
         check_may_travel(train.methods)
         self.waited = 0.0
         self._twin = twin
-        # The number of messages so far. Each one waits for the one before it: jax may run
-        # programs side by side, and processes would mix up their messages.
+        # The number of messages so far. Each one waits for the one before it, so that all
+        # processes send them in the same order.
         self._sent = Shared(twin.share(np.int32(0)))
         self._away: dict[Key, PullState] = {}  # on the twin
         self._slots: dict[Key, Slot] = {}
