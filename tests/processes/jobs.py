@@ -140,6 +140,7 @@ def beside(folder, session):
     start = [draw(size=(8, n)).astype(np.float32) for n in (3, 40)]
     goal = workers.put([x[::-1] for x in start])
     states = [workers.map(train.init)(workers.put(start)) for _ in range(2)]
+    jax.block_until_ready(states)
     for t in range(1, 12):
         states = [
             loop(states[0], goal)[0],
