@@ -11,7 +11,6 @@ exchange beside the training has a CPU device of its own in each process.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from limited_hosts import add_options, join, run_limited
+from limited_hosts import join, work_or_run
 from usage import head, parser, row
 
 import lsgd_jax as lj
@@ -114,18 +113,11 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the benchmark."""
     words = parser(__doc__)
-    words.add_argument(
-        "--rate", default="100mbit", help="of each link as tc writes it, or none"
-    )
     words.add_argument("--delay", type=int, default=14, help="steps until a target lands")
     words.add_argument("--batch", type=int, default=256, help="examples of a worker")
     words.add_argument("--periods", type=int, default=4, help="timed periods of each form")
     words.add_argument("--wires", nargs="+", default=["float32", "int8"], metavar="WIRE")
-    add_options(words)
-    options = words.parse_args()
-    if options.worker is not None:
-        return work(options)
-    sys.exit(run_limited(PROCESSES, options.rate))
+    work_or_run(words, work, PROCESSES)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ machine only adds to them.
 import argparse
 import functools
 import re
-import sys
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from limited_hosts import add_options, bits_of, join, run_limited
+from limited_hosts import bits_of, join, work_or_run
 from usage import head, parser, row
 
 import lsgd_jax as lj
@@ -90,15 +89,8 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the benchmark."""
     words = parser(__doc__)
-    words.add_argument(
-        "--rate", default="100mbit", help="of each link as tc writes it, or none"
-    )
     words.add_argument("--times", type=int, default=5, help="exchanges of each format")
-    add_options(words)
-    options = words.parse_args()
-    if options.worker is not None:
-        return work(options)
-    sys.exit(run_limited(PROCESSES, options.rate))
+    work_or_run(words, work, PROCESSES)
 
 
 if __name__ == "__main__":

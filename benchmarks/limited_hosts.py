@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lsgd_jax as lj
@@ -74,6 +74,28 @@ def run_limited(count: int, rate: str) -> int:
     with limited_hosts(count, rate) as hosts:
         with hosts.run_again() as processes:
             return max(process.wait() for process in processes)
+
+
+def work_or_run(
+    parser: argparse.ArgumentParser,
+    work: Callable[[argparse.Namespace], None],
+    count: int,
+) -> None:
+    """Does the work of one of the hosts that `run_limited` started, or starts them.
+
+    Args:
+      parser: that of the program's options, to which it adds the rate of the links.
+      work: what each host does with the options.
+      count: the number of hosts.
+    """
+    parser.add_argument(
+        "--rate", default="100mbit", help="of each link as tc writes it, or none"
+    )
+    add_options(parser)
+    options = parser.parse_args()
+    if options.worker is not None:
+        return work(options)
+    sys.exit(run_limited(count, options.rate))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,14 +14,13 @@ because other work on the machine only adds to them.
 
 import argparse
 import json
-import sys
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from limited_hosts import add_options, join, run_limited
+from limited_hosts import join, work_or_run
 from usage import head, parser, row
 
 import lsgd_jax as lj
@@ -126,19 +125,12 @@ def main() -> None:
     """Runs the benchmark."""
     words = parser(__doc__)
     words.add_argument(
-        "--rate", default="100mbit", help="of each link as tc writes it, or none"
-    )
-    words.add_argument(
         "--share", type=float, default=0.2, help="largest share of time to wait"
     )
     words.add_argument(
         "--mb", type=float, default=1.0, help="megabytes of float32 parameters"
     )
-    add_options(words)
-    options = words.parse_args()
-    if options.worker is not None:
-        return work(options)
-    sys.exit(run_limited(PROCESSES, options.rate))
+    work_or_run(words, work, PROCESSES)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class LoopBeside(Loop):
         self._before = {
             key: jax.tree.leaves(rule) for key, rule in self._twin.back(rules).items()
         }
-        away = {key: _away(pull) for key, pull in pulls.items()}
+        away = {key: _away_part(pull) for key, pull in pulls.items()}
         self._away = self._twin.there(away)
         for key in self._slots:
             self._agreed.setdefault(key, set())  # programs have the set
@@ -136,24 +136,26 @@ class LoopBeside(Loop):
 
     def _at_home(self, state: AroundState) -> AroundState:
         """The state without what is beside."""
-        return _with_pulls(state, lambda key, pull: self._left(key, pull))
+        return _with_pulls(state, self._left)
 
     def _left(self, key: Key, pull: PullState) -> PullState:
+        """What is left of the state of a pull."""
         if key not in self._slots:
             return pull
         rule = ()
         if self._steps(key):
             rule = _replaced(pull.rule, self._agreed[key], self._before[key])
-        return _at_home(pull)._replace(rule=rule)
+        return _home_part(pull)._replace(rule=rule)
 
     def _joined(self, key: Key, pull: PullState) -> PullState:
+        """The whole state of a pull, of what was left and what is beside."""
         if key not in self._slots:
             return pull
         away = self._away[key]
         if self._steps(key):
             agreed = jax.tree.leaves(away.rule)
             away = away._replace(rule=_replaced(pull.rule, self._agreed[key], agreed))
-        return _joined(pull, away)
+        return _together(pull, away)
 
     # The three acts
 
@@ -326,20 +328,20 @@ def _land(pull: kernel.Pull, state: PullState, landed: PullState) -> PullState:
 # What lies where
 
 
-def _at_home(pull: PullState) -> PullState:
+def _home_part(pull: PullState) -> PullState:
     """What stays on the devices that train of any rule: when messages leave."""
     traffic: Any = pull.traffic
     schedule = traffic._replace(exchanges=(), bytes_sent=(), bytes_each=())
     return NOTHING._replace(traffic=schedule)
 
 
-def _away(pull: PullState) -> PullState:
+def _away_part(pull: PullState) -> PullState:
     """What is beside."""
     traffic: Any = pull.traffic
     return pull._replace(traffic=traffic._replace(every=(), sends_at=()))
 
 
-def _joined(at_home: PullState, away: PullState) -> PullState:
+def _together(at_home: PullState, away: PullState) -> PullState:
     every = at_home.traffic.every
     sends_at = at_home.traffic.sends_at
     return away._replace(traffic=away.traffic._replace(every=every, sends_at=sends_at))

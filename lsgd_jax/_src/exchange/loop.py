@@ -212,6 +212,7 @@ def _is_state(node: Any) -> bool:
 
 
 def state_in(results: Any) -> AroundState:
+    """The state among the results."""
     nodes = jax.tree.leaves(results, is_leaf=_is_state)
     return next(node for node in nodes if _is_state(node))
 
@@ -261,15 +262,15 @@ def _nodes(tree: Tree) -> tuple[list[tuple[Any, Any]], Any]:
 
 def changes(before: Tree, after: Tree) -> dict[str, Tree]:
     """The nodes that differ, by number; each below its path, by which layouts are found."""
-    changes = {}
+    found = {}
     pairs = zip(_nodes(before)[0], _nodes(after)[0], strict=True)
     for number, ((path, old), (_, node)) in enumerate(pairs):
         if is_same(old, node):
             continue
         for key in reversed(keys(path)):
             node = {key: node}
-        changes[str(number)] = node
-    return changes
+        found[str(number)] = node
+    return found
 
 
 def changed(before: Tree, changes: dict[str, Tree]) -> Tree:

@@ -164,12 +164,12 @@ def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Devi
     A host is a TPU slice, or a machine (or NVLink domain) of GPUs and CPUs, which XLA
     numbers by its boot id: all processes on one machine have the same number.
     """
+    used = math.prod(shape)
     hosts: dict[Any, list[jax.Device]] = {}
     for device in devices:
         host = getattr(device, "slice_index", None)
         host = device.process_index if host is None else host
         hosts.setdefault(host, []).append(device)
-    used = math.prod(shape)
     share, rest = divmod(used, len(hosts))
     if rest or any(len(members) < share for members in hosts.values()):
         return list(itertools.chain(*hosts.values()))[:used]
