@@ -73,3 +73,19 @@ def both(state, target):
 
 def both_starts(params):
     return {"one": params, "two": params}
+
+
+def sharded_steps(train, workers, run, steps):
+    """Yields the states of a loop and of a step by phases, with shards inside a worker."""
+    specs = lj.layouts.largest_dimension("fsdp", 2, smallest=1)
+    params = {"w": np.ones((8, 512), np.float32), "b": np.ones((512, 6), np.float32)}
+    begin = lambda: workers.map(train.init)(workers.replicate(start(params), specs))
+    step = workers.map(train, static="phase")
+    state = begin()
+    other = begin()
+    for t in range(1, steps + 1):
+        rows = {name: np.stack([x * t, x + t]) for name, x in params.items()}
+        target = workers.put(rows, specs)
+        state, _ = run(state, target)
+        other, _ = step(other, target, phase=train.phase(t))
+        yield state, other

@@ -4,7 +4,17 @@ import jax
 import numpy as np
 import pytest
 from harness import COLLECTIVE, mostly_slow
-from loops import begun, both, both_starts, same, start, state_in, targets_of, update
+from loops import (
+    begun,
+    both,
+    both_starts,
+    same,
+    sharded_steps,
+    start,
+    state_in,
+    targets_of,
+    update,
+)
 
 import lsgd_jax as lj
 
@@ -171,19 +181,8 @@ def test_a_single_process_without_further_devices_exchanges_on_its_own():
 def test_shards_inside_a_worker_go_to_the_devices_beside_them():
     workers = lj.Workers(2, 1, inside={"fsdp": 2}, devices=jax.devices()[:4])
     train = lj.around(update, lj.diloco(3, delay=2))
-    specs = lj.layouts.largest_dimension("fsdp", 2, smallest=1)
-    params = {"w": np.ones((8, 512), np.float32), "b": np.ones((512, 6), np.float32)}
-    begin = lambda: workers.map(train.init)(workers.replicate(start(params), specs))
-    run, step = (
-        workers.loop(train, donate=0, beside=True),
-        workers.map(train, static="phase"),
-    )
-    state, other = begin(), begin()
-    for t in range(1, 8):
-        rows = {name: np.stack([x * t, x + t]) for name, x in params.items()}
-        target = workers.put(rows, specs)
-        state, _ = run(state, target)
-        other, _ = step(other, target, phase=train.phase(t))
+    run = workers.loop(train, donate=0, beside=True)
+    for state, other in sharded_steps(train, workers, run, 7):
         same(state, other)
     (pull,) = state.outer.exchange.pulls
     anchor = pull.rule.anchor.value["w"].sharding.spec

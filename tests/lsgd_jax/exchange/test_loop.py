@@ -14,6 +14,7 @@ from loops import (
     both_starts,
     draw,
     same,
+    sharded_steps,
     start,
     state_in,
     targets_of,
@@ -135,16 +136,8 @@ def test_shards_inside_a_worker_stay_where_they_are(kind):
         mesh = jax.make_mesh((2, 2), ("node", "fsdp"), devices=jax.devices()[:4])
         workers = lj.Workers(mesh=mesh, axes="node")
     train = lj.around(update, lj.diloco(2, wire="int8"))
-    specs = lj.layouts.largest_dimension("fsdp", 2, smallest=1)
-    params = {"w": np.ones((8, 512), np.float32), "b": np.ones((512, 6), np.float32)}
-    begin = lambda: workers.map(train.init)(workers.replicate(start(params), specs))
-    run, step = workers.loop(train, donate=0), workers.map(train, static="phase")
-    state, other = begin(), begin()
-    for t in range(1, 4):
-        rows = {name: np.stack([x * t, x + t]) for name, x in params.items()}
-        target = workers.put(rows, specs)
-        state, _ = run(state, target)
-        other, _ = step(other, target, phase=train.phase(t))
+    run = workers.loop(train, donate=0)
+    for state, other in sharded_steps(train, workers, run, 3):
         same(state, other)
         for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other)):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
