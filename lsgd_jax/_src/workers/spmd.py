@@ -244,7 +244,7 @@ def _without(
     static: tuple[str, ...], fn: Callable, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[Callable, tuple]:
     """Returns fn with its static arguments bound, and all other arguments by position."""
-    names = list(inspect.signature(fn).parameters)[: len(args)] if static else []
+    names = _positional(fn)[: len(args)] if static else []
     fixed = {i: args[i] for i, name in enumerate(names) if name in static}
     fixed_by_name = {name: x for name, x in named.items() if name in static}
     by_name = sorted(named.keys() - fixed_by_name)
@@ -262,6 +262,13 @@ def _without(
 
     arrays = [x for i, x in enumerate(args) if i not in fixed]
     return call, (*arrays, *(named[name] for name in by_name))
+
+
+def _positional(fn: Callable) -> list[str]:
+    """The names of the parameters that have a place of their own, before any `*args`."""
+    parameters = inspect.signature(fn).parameters.values()
+    places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return [parameter.name for parameter in parameters if parameter.kind in places]
 
 
 class _PerSharding:

@@ -406,6 +406,13 @@ def test_map_takes_keyword_and_static_arguments(inside):
         mapped(x, True, scale=np.float32(1))
 
 
+def test_map_takes_any_number_of_arguments_beside_static_ones():
+    workers = lj.Workers(2, 2)
+    mapped = workers.map(lambda *given, factor: factor * sum(given), static="factor")
+    x = workers.put(np.arange(4.0))
+    np.testing.assert_array_equal(mapped(x, x, x, factor=2), 6 * np.arange(4.0))
+
+
 def test_steps_in_one_scan_are_bit_identical_to_separate_steps():
     workers = lj.Workers(2, 4)
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), lj.lsgd(0.3, 0.2, 2, 4))
