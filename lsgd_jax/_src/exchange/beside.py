@@ -21,27 +21,17 @@ import numpy as np
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange.ahead import Ahead
 from lsgd_jax._src.exchange.fragments import Slot, slots_of
-from lsgd_jax._src.exchange.kernel import Pending, PullState
-from lsgd_jax._src.exchange.loop import (
-    Loop,
-    Looped,
-    Phases,
-    changed,
-    changes,
-    state_in,
-    with_state,
-)
-from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState
-from lsgd_jax._src.exchange.phases import QUIET, Phase, Sizes
+from lsgd_jax._src.exchange.kernel import Pending, Pull, PullState
+from lsgd_jax._src.exchange.phases import Phase
 from lsgd_jax._src.exchange.rule import silent
-from lsgd_jax._src.shared import Shared, one_worker
+from lsgd_jax._src.exchange.step import ExchangeState
+from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 
 
-Key = tuple[int, int]  # the number of a method, and of a state among those of its pulls
-States = Mapping[Key, PullState]
-
+Messages = dict[str, Any]  # operands of agreements, by the number of the state
 NOTHING: Any = PullState(*[cast(Any, ())] * len(PullState._fields))
 # The fields that move a worker at a landing.
 LANDING = ("pending", "restored", "dropped", "dropped_in_a_row", "missed", "agreement")
@@ -61,216 +51,219 @@ class Beside(Protocol):
     def like_back(self, tree: Tree) -> Tree: ...
 
 
-class LoopBeside(Loop):
-    """A `Loop` whose delayed pulls exchange on a twin of the devices that train.
+class Order:
+    """The order in which the messages of a loop leave, equal in all processes.
 
     Attributes:
-      waited: seconds that the loop has waited for targets that were not there in time.
+      sent: the number of messages so far. Each one waits for the one before it.
     """
 
-    def __init__(
-        self,
-        train: Looped,
-        compile: Callable[..., Any],
-        sizes: Sizes | None,
-        options: Mapping[str, Any],
-        twin: Beside,
-    ):
-        super().__init__(train, compile, sizes, options)
-        check_may_travel(train.methods)
+    def __init__(self, twin: Beside):
+        self.sent = Shared(twin.share(np.int32(0)))
+
+
+class PullsBeside:
+    """The delayed pulls of one method, whose states stand on a twin.
+
+    `begin` takes the states there. From then on the state of the method is `at_home` while
+    programs of the devices that train read it, and `whole` elsewhere.
+
+    Args:
+      pulls: all pulls of the method.
+      twin: the devices beside.
+      order: that of the messages of all methods of a loop.
+      name: a number of the method among those of the loop.
+
+    Attributes:
+      away: the states on the twin, by the number of the state among those of the pulls.
+      waited: seconds for which the host has waited for targets that were not there in time.
+    """
+
+    def __init__(self, pulls: Sequence[Pull], twin: Beside, order: Order, name: int = 0):
+        check_may_travel(pulls)
+        self.away: dict[int, PullState] = {}
         self.waited = 0.0
+        self._pulls = pulls
         self._twin = twin
-        # The number of messages so far. Each one waits for the one before it, so that all
-        # processes send them in the same order.
-        self._sent = Shared(twin.share(np.int32(0)))
-        self._away: dict[Key, PullState] = {}  # on the twin
-        self._slots: dict[Key, Slot] = {}
-        self._like: dict[Key, Tree] = {}  # the part of each pull, as shapes of one worker
-        self._beside: dict[Any, Callable[..., Any]] = {}
+        self._order = order
+        self._method = name
+        self._slots: dict[int, Slot] = {}
+        self._like: dict[int, Tree] = {}  # the part of each pull, as shapes of one worker
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._begun: set[Any] = set()  # the programs that are compiled ahead
         # The state of a rule that acts on each step stays at home. These leaves of it, by
         # number, are agreed on and so change on the twin.
-        self._agreed: dict[Key, set[int]] = {}
-        self._begun: set[Any] = set()  # the programs that are compiled ahead
-        self._before: dict[Key, list[Any]] = {}  # what stands for them at home
+        self._agreed: dict[int, set[int]] = {}
+        self._before: dict[int, list[Any]] = {}  # what stands for them at home
 
-    @property
-    def _is_separable(self) -> bool:
-        return True
+    def begin(self, state: ExchangeState, params: Tree) -> None:
+        """Takes what is to be beside out of a whole state.
 
-    def __call__(self, state: AroundState, *args: Any, **named: Any) -> Any:
-        """See `Loop`."""
-        if not self._is_last(state):
-            self._begin(state)
-        counts = self._counts_of(state)
-        before = dict(self._away)
-        try:
-            self._send(counts, self._train.at_counts(counts, self._sizes))
-            results = super().__call__(self._at_home(state), *args, **named)
-        except BaseException:
-            self._away = before  # as the caller's state still has it
-            raise
-        after = _with_pulls(state_in(results), self._joined)
-        return with_state(results, after)
-
-    def _begin(self, state: AroundState) -> None:
-        """Takes what is to be beside out of a state that this loop did not return."""
-        self._slots = _delayed(self._train.methods, state)
-        self._like = _parts(self._train, self._slots, state)
-        pulls = {key: _pull(state, key) for key in self._slots}
-        rules = {key: pull.rule for key, pull in pulls.items() if self._steps(key)}
-        self._before = {
-            key: jax.tree.leaves(rule) for key, rule in self._twin.back(rules).items()
-        }
-        away = {key: _away_part(pull) for key, pull in pulls.items()}
-        self._away = self._twin.there(away)
-        for key in self._slots:
-            self._agreed.setdefault(key, set())  # programs have the set
-        for key in rules:
+        params: those of one worker, or their shapes.
+        """
+        self._slots = _delayed(self._pulls, state)
+        floats = trees.floats(params)
+        for k, slot in self._slots.items():
+            self._like[k] = parts.select(slot.pull.part, floats)
+        pulls = {k: state.pulls[k] for k in self._slots}
+        rules = {k: pull.rule for k, pull in pulls.items() if self._steps(k)}
+        self._before = {k: jax.tree.leaves(x) for k, x in self._twin.back(rules).items()}
+        away = {k: _away_part(pull) for k, pull in pulls.items()}
+        self.away = self._twin.there(away)
+        for k in self._slots:
+            self._agreed.setdefault(k, set())  # programs have the set
+        for k in rules:
             # Its trace tells which leaves are agreed on.
-            program: Any = self._program_beside("send", key)
-            program.trace(self._away[key], _shared(0), self._sent)
+            program: Any = self._program("send", k)
+            program.trace(self.away[k], _shared(0), self._order.sent)
 
-    def _steps(self, key: Key) -> bool:
+    def _steps(self, k: int) -> bool:
         """Whether the rule acts on each step."""
-        return self._slots[key].pull.rule.step is not silent
+        return self._slots[k].pull.rule.step is not silent
 
-    def _at_home(self, state: AroundState) -> AroundState:
+    def at_home(self, state: ExchangeState) -> ExchangeState:
         """The state without what is beside."""
         return _with_pulls(state, self._left)
 
-    def _left(self, key: Key, pull: PullState) -> PullState:
+    def _left(self, k: int, pull: PullState) -> PullState:
         """What is left of the state of a pull."""
-        if key not in self._slots:
+        if k not in self._slots:
             return pull
         rule = ()
-        if self._steps(key):
-            rule = _replaced(pull.rule, self._agreed[key], self._before[key])
+        if self._steps(k):
+            rule = _replaced(pull.rule, self._agreed[k], self._before[k])
         return _home_part(pull)._replace(rule=rule)
 
-    def _joined(self, key: Key, pull: PullState) -> PullState:
-        """The whole state of a pull, of what was left and what is beside."""
-        if key not in self._slots:
+    def whole(self, state: ExchangeState) -> ExchangeState:
+        """The state of what was left at home and what is beside."""
+        return _with_pulls(state, self._joined)
+
+    def _joined(self, k: int, pull: PullState) -> PullState:
+        if k not in self._slots:
             return pull
-        away = self._away[key]
-        if self._steps(key):
+        away = self.away[k]
+        if self._steps(k):
             agreed = jax.tree.leaves(away.rule)
-            away = away._replace(rule=_replaced(pull.rule, self._agreed[key], agreed))
+            away = away._replace(rule=_replaced(pull.rule, self._agreed[k], agreed))
         return _together(pull, away)
+
+    def back(self, tree: Tree) -> Tree:
+        """The tree with all arrays of the twin on the devices that train."""
+        return self._twin.back(tree)
 
     # The three acts
 
-    def _send(self, counts: Sequence[int], phases: Phases) -> None:
-        """Lets the messages of this step leave, about the parameters of the last one."""
-        for key, slot in self._slots.items():
-            phase = phases[key[0]]
+    def send(self, t: int, phase: Phase, ahead: Ahead) -> None:
+        """Lets the messages of a step leave, about the parameters of the last one.
+
+        Args:
+          t: the steps taken.
+          phase: what the method does at the next step.
+          ahead: compiles programs.
+        """
+        rounds = dict(zip(phase.sends, phase.rounds))
+        for k, slot in self._slots.items():
             if slot.number not in phase.sends:
                 continue
-            round = dict(zip(phase.sends, phase.rounds)).get(slot.number)
-            self._ahead.wait_for(("send", key, round))
-            program = self._program_beside("send", key, round)
-            t = _shared(counts[key[0]])
-            self._away[key], self._sent = program(self._away[key], t, self._sent)
+            round = rounds.get(slot.number)
+            ahead.wait_for(self._named("send", k, round))
+            program = self._program("send", k, round)
+            sent = self._order.sent
+            self.away[k], self._order.sent = program(self.away[k], _shared(t), sent)
 
-    def _phases_at(self, counts: Sequence[int]) -> Phases:
-        """What each method does on the devices that train."""
-        phases = super()._phases_at(counts)
-        return tuple(phase if _acts(phase) else QUIET for phase in phases)
+    def ready(self, state: ExchangeState, phase: Phase, trained: Tree) -> ExchangeState:
+        """The state at home, with the targets of the pulls that land.
 
-    def _exchanged(self, state: AroundState, taking_part: Any, phases: Phases) -> Any:
-        landing = {}
-        for key, slot in self._slots.items():
-            if slot.number in phases[key[0]].lands:
-                landing[key] = _landing(self._away[key])
-        self._wait_for(landing, state)
-        targets = self._twin.back(landing)
-        ready = _with_pulls(state, lambda key, pull: _landable(pull, targets.get(key)))
-        new, messages = self._program(phases)(ready, taking_part)
-        after = changed(ready, new)
-        for key in landing:
-            landed = self._twin.there(_landing(_pull(after, key)))
-            program = self._program_beside("land", key)
-            self._away[key] = program(self._away[key], landed)
-        for key in self._slots:
-            if _name(key) not in messages:
-                continue
-            message = self._twin.there(messages[_name(key)])
-            program = self._program_beside("record", key)
-            self._away[key] = program(self._away[key], message)
-        return self._at_home(after)
+        It waits for targets that are not there when the training has come to them.
 
-    def _wait_for(self, landing: States, state: AroundState) -> None:
-        """Waits for targets that are not there when the training has come to them."""
-        targets = jax.tree.leaves({key: each.pending for key, each in landing.items()})
-        if all(x.is_ready() for x in targets):
-            return
-        jax.block_until_ready(jax.tree.leaves(state.outer))
-        begin = time.perf_counter()
-        jax.block_until_ready(targets)
-        self.waited += time.perf_counter() - begin
+        trained: arrays that the training step has returned.
+        """
+        landing = {k: _landing(self.away[k]) for k in self._lands(phase)}
+        targets = jax.tree.leaves([each.pending for each in landing.values()])
+        if not all(x.is_ready() for x in targets):
+            jax.block_until_ready(trained)
+            begin = time.perf_counter()
+            jax.block_until_ready(targets)
+            self.waited += time.perf_counter() - begin
+        return _with_targets(state, self._twin.back(landing))
+
+    def like_ready(self, state: ExchangeState, phase: Phase) -> ExchangeState:
+        """The shapes of `ready`."""
+        landing = {k: _landing(self.away[k]) for k in self._lands(phase)}
+        return _with_targets(state, self._twin.like_back(landing))
+
+    def _lands(self, phase: Phase) -> list[int]:
+        """The states of the pulls that land."""
+        return [k for k, slot in self._slots.items() if slot.number in phase.lands]
+
+    def recorded(
+        self, state: ExchangeState, phase: Phase
+    ) -> tuple[ExchangeState, Messages]:
+        """The operands of agreements out of a state; inside the program of an exchange."""
+        messages = {}
+
+        def take(k: int, pull: PullState) -> PullState:
+            slot = self._slots.get(k)
+            if slot is None or slot.number not in phase.records:
+                return pull
+            # A copy: the next step may reuse the buffers of the parameters.
+            message = pull.pending, pull.rule
+            messages[str(k)] = jax.tree.map(jax.numpy.copy, message)
+            return pull._replace(pending=())
+
+        return _with_pulls(state, take), messages
+
+    def exchanged(
+        self, state: ExchangeState, messages: Messages, phase: Phase
+    ) -> ExchangeState:
+        """The state at home after an exchange, of which the twin gets its part.
+
+        state, messages: results of the program of the exchange, see `recorded`.
+        """
+        for k in self._lands(phase):
+            landed = self._twin.there(_landing(state.pulls[k]))
+            self.away[k] = self._program("land", k)(self.away[k], landed)
+        for name, message in messages.items():
+            k = int(name)
+            program = self._program("record", k)
+            self.away[k] = program(self.away[k], self._twin.there(message))
+        return self.at_home(state)
 
     # Their programs
 
-    def _compiled(self, phases: Phases | None) -> Callable[..., Any]:
-        if phases is None:
-            return super()._compiled(None)
+    def _named(self, act: str, k: int, round: int | None) -> tuple[Any, ...]:
+        """The name of a program."""
+        return act, self._method, k, round
 
-        def exchange(state: AroundState, taking_part: Any) -> Any:
-            after = self._train.exchange(state, taking_part, phases)
-            messages = {}
-
-            def take(key: Key, pull: PullState) -> PullState:
-                slot = self._slots.get(key)
-                if slot is None or slot.number not in phases[key[0]].records:
-                    return pull
-                # A copy: the next step may reuse the buffers of the parameters.
-                message = pull.pending, pull.rule
-                messages[_name(key)] = jax.tree.map(jax.numpy.copy, message)
-                return pull._replace(pending=())
-
-            return changes(state, _with_pulls(after, take)), messages
-
-        return self._compile(exchange)
-
-    def _program_beside(
-        self, act: str, key: Key, round: int | None = None
-    ) -> Callable[..., Any]:
+    def _program(self, act: str, k: int, round: int | None = None) -> Callable[..., Any]:
         """The compiled program of what a pull does on the twin."""
-        name = act, key, round
-        if name not in self._beside:
-            pull = self._slots[key].pull
-            programs: dict[str, Callable[..., Any]] = {
-                "record": functools.partial(_record, pull, self._agreed[key]),
-                "send": functools.partial(
-                    _send, pull, self._like[key], round, self._agreed[key]
-                ),
+        name = self._named(act, k, round)
+        if name not in self._programs:
+            pull = self._slots[k].pull
+            agreed = self._agreed[k]
+            acts: dict[str, Callable[..., Any]] = {
+                "record": functools.partial(_record, pull, agreed),
+                "send": functools.partial(_send, pull, self._like[k], round, agreed),
                 "land": functools.partial(_land, pull),
             }
-            self._beside[name] = self._twin.compile(programs[act])
-        return self._beside[name]
+            self._programs[name] = self._twin.compile(acts[act])
+        return self._programs[name]
 
-    # Compiled ahead
-
-    def _compile_ahead(
-        self, counts: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
-    ) -> None:
-        for key, slot in self._slots.items():
-            name = "send", key, None
+    def compile_ahead(self, ahead: Ahead) -> None:
+        """Begins to compile the program of a message, if one is missing."""
+        for k, slot in self._slots.items():
+            name = self._named("send", k, None)
             has_rounds = slot.pull.rule.rounds(2) != ()
-            if self._ahead.is_busy or has_rounds or name in self._begun:
+            if ahead.is_busy or has_rounds or name in self._begun:
                 continue
             self._begun.add(name)
-            program = self._program_beside(*name)
-            self._ahead.begin(name, program, (self._away[key], _shared(0), self._sent), {})
-        super()._compile_ahead(counts, args, named)
+            args = self.away[k], _shared(0), self._order.sent
+            ahead.begin(name, self._program("send", k), args)
 
-    def _like_those_of(self, phases: Phases, args: Sequence[Any]) -> Sequence[Any]:
-        state, taking_part = args
-        landing = {}
-        for key, slot in self._slots.items():
-            if slot.number in phases[key[0]].lands:
-                landing[key] = self._twin.like_back(_landing(self._away[key]))
-        ready = _with_pulls(state, lambda key, pull: _landable(pull, landing.get(key)))
-        return ready, taking_part
+
+def acts_at_home(phase: Phase) -> bool:
+    """Whether a method does anything on the devices that train."""
+    return bool(phase.lands or phase.records)
 
 
 def _shared(t: int) -> Shared:
@@ -278,16 +271,11 @@ def _shared(t: int) -> Shared:
     return Shared(np.int32(t))
 
 
-def _acts(phase: Phase) -> bool:
-    """Whether a method does anything on the devices that train."""
-    return bool(phase.lands or phase.records)
-
-
 # The programs on the twin, of one worker
 
 
 def _record(
-    pull: kernel.Pull, agreed: set[int], state: PullState, message: tuple[Pending, Any]
+    pull: Pull, agreed: set[int], state: PullState, message: tuple[Pending, Any]
 ) -> PullState:
     """The state with the operands of an agreement."""
     pending, rule = message
@@ -298,7 +286,7 @@ def _record(
 
 
 def _send(
-    pull: kernel.Pull,
+    pull: Pull,
     like: Tree,
     round: int | None,
     agreed: set[int],
@@ -316,7 +304,7 @@ def _send(
     return after, Shared(sent.value + 1)
 
 
-def _land(pull: kernel.Pull, state: PullState, landed: PullState) -> PullState:
+def _land(pull: Pull, state: PullState, landed: PullState) -> PullState:
     """The state after a worker has moved towards the target, or was restored by it."""
     wire = state.wire
     if pull.is_narrow:
@@ -365,88 +353,54 @@ def _replaced(rule: Any, numbers: set[int], leaves: list[Any]) -> Any:
     return treedef.unflatten(chosen)
 
 
-def _name(key: Key) -> str:
-    return f"{key[0]}.{key[1]}"
-
-
-# The pulls' states in that of a step
-
-
-def _outers(state: AroundState) -> tuple[OuterState, ...]:
-    outer = state.outer
-    return (outer,) if isinstance(outer, OuterState) else tuple(outer)
-
-
-def _pull(state: AroundState, key: Key) -> PullState:
-    return _outers(state)[key[0]].exchange.pulls[key[1]]
+# The states of the pulls in that of a method
 
 
 def _with_pulls(
-    state: AroundState, fn: Callable[[Key, PullState], PullState]
-) -> AroundState:
-    """The state with fn(key, pull) in place of the state of each pull."""
-    outers = []
-    for i, outer in enumerate(_outers(state)):
-        pulls = tuple(fn((i, k), pull) for k, pull in enumerate(outer.exchange.pulls))
-        outers.append(outer._replace(exchange=outer.exchange._replace(pulls=pulls)))
-    is_one = isinstance(state.outer, OuterState)
-    return AroundState(state.state, outers[0] if is_one else tuple(outers))
+    state: ExchangeState, fn: Callable[[int, PullState], PullState]
+) -> ExchangeState:
+    """The state with fn(number, pull) in place of the state of each pull."""
+    return state._replace(pulls=tuple(fn(k, pull) for k, pull in enumerate(state.pulls)))
 
 
-def _delayed(methods: Sequence[Outer], state: AroundState) -> dict[Key, Slot]:
+def _with_targets(state: ExchangeState, landing: Mapping[int, PullState]) -> ExchangeState:
+    """The state at home with that of the pulls that land."""
+    return _with_pulls(state, lambda k, pull: _landable(pull, landing.get(k)))
+
+
+def _delayed(pulls: Sequence[Pull], state: ExchangeState) -> dict[int, Slot]:
     """The places of the pulls with a delay.
 
     Raises:
       ValueError: fragments that share a program.
     """
     found = {}
-    for i, (method, outer) in enumerate(zip(methods, _outers(state))):
-        for k, slot in enumerate(slots_of(method.pulls, outer.exchange.pulls)):
-            if not slot.pull.delay:
-                continue
-            if slot.is_stacked or slot.shares:
-                raise ValueError(
-                    "`beside` must be False for fragments along an axis of all leaves, "
-                    "which share a program: leave out `scan_axis`"
-                )
-            found[i, k] = slot
+    for k, slot in enumerate(slots_of(pulls, state.pulls)):
+        if not slot.pull.delay:
+            continue
+        if slot.is_stacked or slot.shares:
+            raise ValueError(
+                "`beside` must be False for fragments along an axis of all leaves, "
+                "which share a program: leave out `scan_axis`"
+            )
+        found[k] = slot
     return found
 
 
-def _parts(train: Looped, slots: Mapping[Key, Slot], state: AroundState) -> dict[Key, Tree]:
-    """The shapes of the part of each pull in one worker."""
-    structure = jax.tree.structure(state.state)
-
-    def parts_of(leaves: list[Any]) -> dict[str, Tree]:
-        params = train.params_of(structure.unflatten(leaves))
-        return {
-            _name(key): parts.select(slot.pull.part, trees.floats(params[key[0]]))
-            for key, slot in slots.items()
-        }
-
-    shapes = jax.eval_shape(parts_of, one_worker(state.state))
-    return {key: shapes[_name(key)] for key in slots}
-
-
-def check_may_travel(methods: Sequence[Outer]) -> None:
-    """Raises ValueError unless the delayed pulls of these methods may travel beside."""
-    delayed = [pull for method in methods for pull in method.pulls if pull.delay]
-    if not delayed:
+def check_has_delay(pulls: Sequence[Pull]) -> None:
+    """Raises ValueError unless any of these pulls has a delay."""
+    if not any(pull.delay for pull in pulls):
         raise ValueError(
             "`beside` must be False for a method without a `delay`: nothing would travel "
             "while steps run"
         )
-    if any(method.remembers for method in methods):
-        raise ValueError(
-            "`beside` must be False for a method that reads the parameters before the step"
-        )
-    outer = [pull for method in methods[1:] for pull in method.pulls]
-    if any(pull.rule.step is not silent for pull in outer):
-        raise ValueError(
-            "`beside` must be False if a method around another one acts on each step, such "
-            "as `lsgd`: its step comes after the exchange of the other one"
-        )
-    for pull in delayed:
+
+
+def check_may_travel(pulls: Sequence[Pull]) -> None:
+    """Raises ValueError unless the delayed pulls among these may travel beside."""
+    for pull in pulls:
+        if not pull.delay:
+            continue
         if pull.rule.step is not silent and not pull.rule.steps_apart:
             raise ValueError(
                 "`beside` must be False for a rule whose step reads what the group agrees "

@@ -62,6 +62,9 @@ class Loop:
     It is called like the step and returns what the step returns. It counts the steps
     itself. A state that it did not return last, such as a restored one, tells its count:
     such a call waits until the state is there.
+
+    Attributes:
+      check: called with the results of each step, or None.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Loop:
     ):
         wrapped: Any = train
         functools.update_wrapper(self, wrapped, updated=())
+        self.check: Callable[[Any], object] | None = None
         self._train = train
         self._compile = compile
         self._sizes = sizes
@@ -94,6 +98,13 @@ class Loop:
           state: from `Around.init` or the last call.
           args, named: the other arguments of the step.
         """
+        results = self._take(state, *args, **named)
+        if self.check is not None:
+            self.check(results)
+        return results
+
+    def _take(self, state: AroundState, *args: Any, **named: Any) -> Any:
+        """Takes the step."""
         counts = self._counts_of(state)
         phases = self._phases_at(counts)
         # Before the step: the state is still there if the compilation fails.

@@ -18,8 +18,11 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.around import Around
-from lsgd_jax._src.exchange.beside import LoopBeside
+from lsgd_jax._src.exchange.beside import Order, PullsBeside, check_has_delay
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
+from lsgd_jax._src.exchange.exchange import Exchange
+from lsgd_jax._src.exchange.loop import Loop
+from lsgd_jax._src.exchange.loop_beside import LoopBeside
 from lsgd_jax._src.layouts import Specs, spread
 from lsgd_jax._src.shared import (
     WORKER_AXES,
@@ -385,11 +388,53 @@ class Workers:
                 f"got {step!r}; `map` compiles any other function"
             )
         options = {"donate": donate, "static": static}
-        if not beside:
-            return self._checked(step.loop(self._compile, sizes=self.sizes, **options))
-        self._twin = self._twin or Twin(self._grid, self._meetings)
-        run = LoopBeside(step, self._compile, self.sizes, options, self._twin)
-        return self._checked(run)
+        if beside:
+            twin = self._devices_beside()
+            run: Loop = LoopBeside(step, self._compile, self.sizes, options, twin)
+        else:
+            run = step.loop(self._compile, sizes=self.sizes, **options)
+        if self.debug:
+            run.check = functools.partial(check_not_misplaced, read_all=self.fetch)
+        return run
+
+    def beside(self, method: Exchange) -> PullsBeside:
+        """Returns the delayed pulls of a method, to exchange beside the steps of a chain.
+
+        `loop` does so for a step from `around`. This is for a loop of one's own, which
+        takes steps with `Exchange.defer` and exchanges with `Exchange.arrive`.
+
+        Args:
+          method: the last member of an optax chain.
+
+        Raises:
+          ValueError: a method without a delay, or that needs whole steps; a process with
+            too few CPU devices.
+
+        >>> import jax.numpy as jnp
+        >>> import lsgd_jax as lj
+        >>> workers = lj.Workers(nodes=1, locals=2)
+        >>> method = lj.local_sgd(period=2, delay=1)
+        >>> x = workers.put(jnp.array([0.0, 8.0]))
+        >>> state = workers.map(method.init)(x)
+        >>> pulls = workers.beside(method)
+        >>> pulls.begin(state, x[0])
+        >>> at_home = pulls.at_home(state)
+        >>> jax.tree.structure(pulls.whole(at_home)) == jax.tree.structure(state)
+        True
+        """
+        check_has_delay(method.pulls)
+        if method.check == "every_step" or any(pull.rule.reads_x for pull in method.pulls):
+            raise ValueError(
+                "`beside` must be False for a method that reads the parameters before the "
+                "step"
+            )
+        twin = self._devices_beside()
+        return PullsBeside(method.pulls, twin, Order(twin))
+
+    def _devices_beside(self) -> Twin:
+        if self._twin is None:
+            self._twin = Twin(self._grid, self._meetings)
+        return self._twin
 
     def _checked(self, mapped: Callable) -> Callable:
         """The function, with a check of the states that it returns, if `debug` says so."""

@@ -119,7 +119,7 @@ def test_no_program_of_the_devices_that_train_holds_a_message():
     at_home = []
     beside = []
     run._compile = noting(run._compile, at_home)
-    run._twin.compile = noting(run._twin.compile, beside)
+    workers._twin.compile = noting(workers._twin.compile, beside)
     *_, (_, results) = steps(run, train, begun(train, WORKERS))
     # The step, and what is recorded and lands; beside it what is recorded, sent and landed.
     assert len(set(at_home)) == len(set(beside)) == 3

@@ -1,0 +1,159 @@
+"""A loop whose delayed pulls exchange on devices beside those that train."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from lsgd_jax._src.exchange.beside import (
+    Beside,
+    Order,
+    PullsBeside,
+    acts_at_home,
+    check_has_delay,
+)
+from lsgd_jax._src.exchange.loop import (
+    Loop,
+    Looped,
+    Phases,
+    changed,
+    changes,
+    state_in,
+    with_state,
+)
+from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState
+from lsgd_jax._src.exchange.phases import QUIET, Sizes
+from lsgd_jax._src.exchange.rule import silent
+from lsgd_jax._src.exchange.step import ExchangeState
+from lsgd_jax._src.shared import one_worker
+from lsgd_jax._src.trees import Tree
+
+
+class LoopBeside(Loop):
+    """A `Loop` whose delayed pulls exchange on a twin of the devices that train."""
+
+    def __init__(
+        self,
+        train: Looped,
+        compile: Callable[..., Any],
+        sizes: Sizes | None,
+        options: Mapping[str, Any],
+        twin: Beside,
+    ):
+        super().__init__(train, compile, sizes, options)
+        check_methods(train.methods)
+        order = Order(twin)
+        self._beside = [
+            PullsBeside(method.pulls, twin, order, i)
+            for i, method in enumerate(train.methods)
+        ]
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the loop has waited for targets that were not there in time."""
+        return sum(each.waited for each in self._beside)
+
+    @property
+    def _is_separable(self) -> bool:
+        return True
+
+    def _take(self, state: AroundState, *args: Any, **named: Any) -> Any:
+        if not self._is_last(state):
+            self._begin(state)
+        counts = self._counts_of(state)
+        before = [dict(each.away) for each in self._beside]
+        try:
+            phases = self._train.at_counts(counts, self._sizes)
+            for each, t, phase in zip(self._beside, counts, phases):
+                each.send(t, phase, self._ahead)
+            at_home = self._mapped(PullsBeside.at_home, state)
+            results = super()._take(at_home, *args, **named)
+        except BaseException:
+            for each, away in zip(self._beside, before):
+                each.away = away  # as the caller's state still has it
+            raise
+        return with_state(results, self._mapped(PullsBeside.whole, state_in(results)))
+
+    def _begin(self, state: AroundState) -> None:
+        """Takes what is to be beside out of a state that this loop did not return."""
+        structure = jax.tree.structure(state.state)
+
+        def params_of(leaves: list[Any]) -> list[Tree]:
+            return self._train.params_of(structure.unflatten(leaves))
+
+        params = jax.eval_shape(params_of, one_worker(state.state))
+        for each, outer, own in zip(self._beside, _outers(state), params):
+            each.begin(outer.exchange, own)
+
+    def _mapped(
+        self, fn: Callable[..., ExchangeState], state: AroundState, *given: Sequence[Any]
+    ) -> AroundState:
+        """The state with fn(pulls beside, its state, *given) of each method."""
+        each = zip(self._beside, _outers(state), *given)
+        return with_exchanges(
+            state, [fn(own, outer.exchange, *args) for own, outer, *args in each]
+        )
+
+    def _phases_at(self, counts: Sequence[int]) -> Phases:
+        """What each method does on the devices that train."""
+        phases = super()._phases_at(counts)
+        return tuple(phase if acts_at_home(phase) else QUIET for phase in phases)
+
+    def _exchanged(self, state: AroundState, taking_part: Any, phases: Phases) -> Any:
+        trained = [state.outer] * len(phases)
+        ready = self._mapped(PullsBeside.ready, state, phases, trained)
+        new, messages = self._program(phases)(ready, taking_part)
+        after = changed(ready, new)
+        return self._mapped(PullsBeside.exchanged, after, messages, phases)
+
+    def _compiled(self, phases: Phases | None) -> Callable[..., Any]:
+        if phases is None:
+            return super()._compiled(None)
+
+        def exchange(state: AroundState, taking_part: Any) -> Any:
+            after = self._train.exchange(state, taking_part, phases)
+            each = zip(self._beside, _outers(after), phases)
+            parted = [own.recorded(outer.exchange, phase) for own, outer, phase in each]
+            exchanges, messages = zip(*parted)
+            return changes(state, with_exchanges(after, exchanges)), list(messages)
+
+        return self._compile(exchange)
+
+    def _compile_ahead(
+        self, counts: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        for each in self._beside:
+            each.compile_ahead(self._ahead)
+        super()._compile_ahead(counts, args, named)
+
+    def _like_those_of(self, phases: Phases, args: Sequence[Any]) -> Sequence[Any]:
+        state, taking_part = args
+        return self._mapped(PullsBeside.like_ready, state, phases), taking_part
+
+
+def _outers(state: AroundState) -> tuple[OuterState, ...]:
+    outer = state.outer
+    return (outer,) if isinstance(outer, OuterState) else tuple(outer)
+
+
+def with_exchanges(state: AroundState, exchanges: Sequence[ExchangeState]) -> AroundState:
+    """The state with these of its methods."""
+    pairs = zip(_outers(state), exchanges, strict=True)
+    outers = tuple(outer._replace(exchange=own) for outer, own in pairs)
+    is_one = isinstance(state.outer, OuterState)
+    return AroundState(state.state, outers[0] if is_one else outers)
+
+
+def check_methods(methods: Sequence[Outer]) -> None:
+    """Raises ValueError unless messages of these methods may travel beside."""
+    check_has_delay([pull for method in methods for pull in method.pulls])
+    if any(method.remembers for method in methods):
+        raise ValueError(
+            "`beside` must be False for a method that reads the parameters before the step"
+        )
+    outer = [pull for method in methods[1:] for pull in method.pulls]
+    if any(pull.rule.step is not silent for pull in outer):
+        raise ValueError(
+            "`beside` must be False if a method around another one acts on each step, such "
+            "as `lsgd`: its step comes after the exchange of the other one"
+        )
