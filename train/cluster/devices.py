@@ -11,7 +11,7 @@ from train.cluster.session import is_of_xla
 from train.cluster.started import Started
 
 
-def provide(count: int, processes: int = 1) -> None:
+def provide(count: int, processes: int = 1, beside: bool = False) -> None:
     """Emulates devices on a CPU. Must be called before jax uses a device.
 
     GPUs and TPUs are used as they are, with several workers per device if necessary.
@@ -20,6 +20,8 @@ def provide(count: int, processes: int = 1) -> None:
     Args:
       count: devices of the run: one per worker, or per shard of a worker.
       processes: processes of the run. Each one provides its share.
+      beside: whether exchanges travel beside the steps, among several processes. Then each
+        device gets another one of a CPU beside it.
 
     Raises:
       ValueError: JAX_PLATFORMS names devices that do not exist here.
@@ -30,7 +32,8 @@ def provide(count: int, processes: int = 1) -> None:
     if not asked and "JAX_NUM_CPU_DEVICES" not in os.environ:
         # If jax has its devices already, each of them holds several workers.
         with contextlib.suppress(RuntimeError):
-            lj.emulate_devices(max(1, count // processes))
+            own = max(1, count // processes)
+            lj.emulate_devices(2 * own if beside and processes > 1 else own)
     check_platforms()
 
 

@@ -72,7 +72,8 @@ def join(config: Config) -> Session:
     # `jax.process_count()` would create the devices, whose number must be set before. A
     # process on CPUs that does not know it has one device.
     devices = config.workers.devices
-    provide(devices, started.arguments.get("num_processes", devices))
+    processes = started.arguments.get("num_processes", devices)
+    provide(devices, processes, config.beside)
     session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:

@@ -400,6 +400,10 @@ class Config:
     # reads the parameters before the step) have whole steps: for each phase on
     # accelerators, where a delayed message travels while the gradient is computed.
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
+    # Send messages of a method with a delay beside the steps, on CPU devices of their own,
+    # while whole steps run: for processes on a slow network. All numbers are those of the
+    # same delay inside the step.
+    beside: Annotated[bool, FREE, LOCK_STEP] = False
     # Stop after this many consecutive steps without a finite loss on any worker. Steps that
     # compute no gradient (palsgd) do not count.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
@@ -546,6 +550,8 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     both = bool(config.data.source) == bool(config.data.target)
     yield "data.target", "given with data.source, and only then", both
 
+    rule = "left out with beside"
+    yield "static_phases", rule, not config.beside or config.static_phases is None
     own = config.distributed
     ray = config.ray
     values = fields(config)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -83,6 +84,7 @@ class MetricsBuffer:
       losses: [W] each, the losses of the current interval up to `step`; None for a step
         without a gradient.
       closes: the step at which the interval of a step closes.
+      at_home: brings arrays of the state to the devices that train; None if all are there.
 
     Attributes:
       recent: as given.
@@ -98,12 +100,14 @@ class MetricsBuffer:
         step: int = 0,
         losses: Sequence[Sequence[float] | None] = (),
         closes: Callable[[int], int] = lambda step: step,
+        at_home: Callable[[Any], Any] | None = None,
     ):
         self.recent = recent
         self.read = step
         self._workers = workers
-        self._diagnose = jax.jit(functools.partial(lj.diagnostics, method=method))
-        self._wait = jax.jit(lj.waiting)
+        diagnose = functools.partial(lj.diagnostics, method=method)
+        self._diagnose = _copying(diagnose, at_home)
+        self._wait = _copying(lj.waiting, at_home)
         pulls = workers.fetch(self._diagnose(opt_state))
         self._last = pulls
         self._closes = closes
@@ -259,3 +263,13 @@ def _differed(
         if a.differed is not None and b.differed is not None
         for worker in np.flatnonzero(np.asarray(b.differed) != np.asarray(a.differed))
     ]
+
+
+def _copying(
+    read: Callable[[Any], Any], at_home: Callable[[Any], Any] | None
+) -> Callable[[Any], Any]:
+    """`read`, whose results are copies: the next step may reuse the buffers of a state."""
+    if at_home is None:
+        return jax.jit(read)
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    return lambda state: copy(at_home(read(state)))

@@ -100,6 +100,7 @@ class Run:
             start.step,
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
+            at_home=experiment.at_home if config.beside else None,
         )
         self.stop_signals = StopSignals(session)
 

@@ -42,11 +42,21 @@ def report(run: Run, interval: Interval | None) -> None:
         exchange=interval.exchange,
         waiting=int(interval.waiting.sum()),
         differed=interval.differed,
+        **waited_for_exchanges(run),
         **totals(interval.diagnostics),
     )
     write_leaders(run, interval.elections)
     note_saved(run)
     run.progress.show(interval.step, loss, pace)
+
+
+def waited_for_exchanges(run: Run) -> dict[str, float]:
+    """The seconds of this session in which training waited for messages beside the steps.
+
+    Of the main process. Nothing where no messages travel beside.
+    """
+    waited = getattr(run.experiment, "waited", None)
+    return {} if waited is None else {"exchange_wait_s": round(waited, 3)}
 
 
 def note_saved(run: Run) -> None:

@@ -35,6 +35,9 @@ def rows(result: Result, latest: Mapping[str, Mapping[str, Any]]) -> dict[str, s
     sent = latest.get("test", train).get("bytes_sent")
     if sent is not None:
         found["sent per worker"] = f"{sent / 1e6:.1f} MB"
+    waited = train.get("exchange_wait_s")
+    if waited is not None:
+        found["waited for exchanges"] = f"{waited:.1f} s"
     restored = train.get("restored")
     if restored:
         found["workers restored"] = str(restored)

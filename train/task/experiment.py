@@ -27,6 +27,7 @@ from train.task.forward import Check, Forward, TestResult, go_on
 from train.task.images import ImageForward
 from train.task.separate_steps import SeparateSteps
 from train.task.state import TrainState
+from train.task.steps_beside import StepsBeside
 from train.task.text import TextForward
 from train.task.translation import TranslationForward
 
@@ -310,6 +311,10 @@ class BaseExperiment(abc.ABC):
     def bytes_sent(self, state: Any) -> int:
         """The bytes that a worker has sent so far, as a mean over the workers."""
 
+    def at_home(self, tree: Any) -> Any:
+        """A tree out of the state, with all arrays on the devices that train."""
+        return tree
+
     # Data
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
@@ -349,7 +354,7 @@ class BaseExperiment(abc.ABC):
 
     def center(self, state: Any, check: Check = go_on) -> dict[str, Any]:
         """The variables of the center, as they are tested. For `check` see `test`."""
-        params = lj.center(state.params, state.opt_state)
+        params = self.at_home(lj.center(state.params, state.opt_state))
         stats = lj.consensus(state.stats) if state.stats else {}
         return self._variables(params, stats, check)
 
@@ -413,7 +418,43 @@ def _of_worker(tree: Any, worker: lj.Shared) -> lj.Shared:
 
 
 class Experiment(BaseExperiment):
-    """An experiment whose workers train in lock step. For arguments see the base class."""
+    """An experiment whose workers train in lock step. For arguments see the base class.
+
+    Attributes:
+      pulls_beside: the delayed pulls, if their messages travel beside the steps, or None.
+    """
+
+    def __init__(self, config: Config, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
+        self.pulls_beside = self._pulls_beside() if config.beside else None
+
+    def _pulls_beside(self) -> Any:
+        """The delayed pulls, beside.
+
+        Raises:
+          ValueError: the settings do not allow it.
+        """
+        if self.method is None:
+            raise ValueError(
+                "`beside` must be False for a method that exchanges no parameters, got "
+                f"method={self._config.method.name}"
+            )
+        if self._config.batch_statistics == "average":
+            raise ValueError(
+                "`beside` must be False with batch_statistics=average, whose mean would "
+                "wait for messages"
+            )
+        return self.workers.beside(self.method)
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds of waiting for messages beside the steps; None if there are none."""
+        return None if self.pulls_beside is None else self.pulls_beside.waited
+
+    def at_home(self, tree: Any) -> Any:
+        if self.pulls_beside is None:
+            return tree
+        return self.pulls_beside.back(tree)
 
     def __str__(self) -> str:
         return str(self.workers)
@@ -468,12 +509,14 @@ class Experiment(BaseExperiment):
     @functools.cached_property
     def separate(self) -> SeparateSteps | None:
         """Steps whose exchanges are programs of their own, or None if steps are whole."""
+        task = self.task
+        args = self.workers, task.defer, task.arrive, self._phase, self._config.steps
+        if self.pulls_beside is not None:
+            return StepsBeside(*args, self.pulls_beside)
         is_separable = self.method is not None and self.method.is_separable
         if self._config.static_phases is not None or not is_separable:
             return None
-        task = self.task
-        last = self._config.steps
-        return SeparateSteps(self.workers, task.defer, task.arrive, self._phase, last)
+        return SeparateSteps(*args)
 
     def phase(self, step: int) -> lj.Phase | None:
         """The phase of a step, from 1; None if one program serves all steps."""
@@ -511,5 +554,5 @@ class Experiment(BaseExperiment):
         return self.step(state, self.data, self.batch(self.gradients(step)))
 
     def bytes_sent(self, state: TrainState) -> int:
-        diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))
-        return sum(pull.bytes_sent for pull in diagnostics)
+        diagnostics = self.at_home(lj.diagnostics(state.opt_state))
+        return sum(pull.bytes_sent for pull in self.workers.fetch(diagnostics))

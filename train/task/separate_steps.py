@@ -32,6 +32,9 @@ class SeparateSteps:
       last: the last step for which programs are compiled before it is due.
     """
 
+    # The parameters before the step cannot become any result of an exchange.
+    donated: tuple[int, ...] = (1, 2, 3)
+
     def __init__(
         self,
         workers: lj.Workers,
@@ -41,8 +44,7 @@ class SeparateSteps:
         last: int,
     ):
         self._defer = workers.map(defer, donate=0)
-        # The parameters before the step cannot become any result.
-        self._arrive = workers.map(arrive, donate=(1, 2, 3), static="phase")
+        self._arrive = workers.map(arrive, donate=self.donated, static="phase")
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
         self._phase = phase
         self._last = last
@@ -67,10 +69,16 @@ class SeparateSteps:
         state, loss, counts = self._defer(state, data, batch)
         if phase != QUIET:
             self._begun.add(phase)
-            operands = _operands(state)
-            state = _after(state, *self._arrive(before, *operands, counts, phase=phase))
+            state = self._exchanged(before, state, counts, phase)
         self._compile_ahead(state, counts, step)
         return state, loss
+
+    def _exchanged(
+        self, before: Any, state: TrainState, counts: Any, phase: lj.Phase
+    ) -> TrainState:
+        """The state after the exchange."""
+        operands = operands_of(state)
+        return _after(state, *self._arrive(before, *operands, counts, phase=phase))
 
     def _compile_ahead(self, state: TrainState, counts: Any, step: int) -> None:
         """Begins to compile the exchange that is due first, of those that are missing."""
@@ -83,12 +91,16 @@ class SeparateSteps:
         for phase in self._coming:
             if phase not in self._begun:
                 self._begun.add(phase)
-                args = state.params, *_operands(state), counts
+                args = self._like_those_of(phase, state, counts)
                 self._ahead.begin(phase, self._arrive, args, {"phase": phase})
                 return
 
+    def _like_those_of(self, phase: lj.Phase, state: TrainState, counts: Any) -> Any:
+        """Arguments like those of an exchange, from those after any step."""
+        return state.params, *operands_of(state), counts
 
-def _operands(state: TrainState) -> tuple[Any, Any, Any]:
+
+def operands_of(state: TrainState) -> tuple[Any, Any, Any]:
     """All that an exchange may change: parameters, statistics, state of the method."""
     return state.params, state.stats, state.opt_state[-1]
 

@@ -136,7 +136,13 @@ class PullsBeside:
 
     def whole(self, state: ExchangeState) -> ExchangeState:
         """The state of what was left at home and what is beside."""
+        self._keep(state)
         return _with_pulls(state, self._joined)
+
+    def _keep(self, at_home: ExchangeState) -> None:
+        """Keeps what stands for agreed leaves: a step may have reused older arrays."""
+        for k in self._before:
+            self._before[k] = jax.tree.leaves(at_home.pulls[k].rule)
 
     def _joined(self, k: int, pull: PullState) -> PullState:
         if k not in self._slots:
@@ -227,6 +233,7 @@ class PullsBeside:
             k = int(name)
             program = self._program("record", k)
             self.away[k] = program(self.away[k], self._twin.there(message))
+        self._keep(state)
         return self.at_home(state)
 
     # Their programs

@@ -171,6 +171,58 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     assert len(arrays) >= 2 and all(leaf.is_deleted() for leaf in arrays)
 
 
+# Messages beside the steps
+
+LATE = dict(method=methods.make("diloco", period=4, delay=2), batch_size=8)
+KINDS = {
+    "diloco": LATE,
+    "lsgd": dict(method=methods.make("lsgd", local_period=2, global_period=4, delay=1)),
+    "int8": dict(method=methods.make("diloco", period=4, delay=3, wire="int8")),
+}
+
+
+@pytest.mark.parametrize("kind", ["diloco", slow("lsgd"), slow("int8")])
+def test_messages_beside_the_steps_change_no_number(kind, opened, tmp_path):
+    """Nor does a run that is resumed while its message is under way."""
+    changes = KINDS[kind] | dict(checkpoint_every=3, log_every=3)
+    inside = opened(run_dir=str(tmp_path / "inside"), **changes)
+    expected = train(inside)
+    options = changes | dict(run_dir=str(tmp_path / "beside"), beside=True)
+    first = opened(**options)
+    train(first)
+    again = opened(**options | dict(steps=7, run_dir=str(tmp_path / "again")))
+    train(again)
+    resumed = opened(**options | dict(run_dir=str(tmp_path / "again"), resume=True))
+    result = train(resumed)
+    tiny.assert_equal_to_the_bit(resumed.state, first.state)
+    leaves = tiny.leaves(inside.state)
+    for name, x in tiny.leaves(resumed.state).items():
+        np.testing.assert_allclose(leaves[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+    found = result.tested.center["loss"]
+    assert found == pytest.approx(expected.tested.center["loss"], rel=1e-5)
+    for beside, whole in zip(*(log.read(x.folder)["train"] for x in (first, inside))):
+        assert beside.pop("exchange_wait_s") >= 0
+        assert beside["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert beside["pulls"] == whole["pulls"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(method=methods.make("diloco", period=4)), "without a `delay`"),
+        (dict(method=methods.make("allreduce")), "exchanges no parameters"),
+        (LATE | dict(static_phases=True), "left out with beside"),
+        (
+            LATE | dict(model="digits-bn", batch_statistics="average"),
+            "batch_statistics=average",
+        ),
+    ],
+)
+def test_settings_without_messages_beside_are_refused(changes, message, opened):
+    with pytest.raises(ValueError, match=message):
+        opened(beside=True, **changes)
+
+
 # Steps without a gradient: 3, 6, 7, 9 and 10, so that the interval of 9 and 10 has no loss.
 
 SKIPPED = [3, 6, 7, 9, 10]

@@ -1,0 +1,98 @@
+"""Steps of all workers whose delayed exchanges travel beside them, see `lj.Workers.beside`.
+
+A message leaves before a step, on CPU devices beside those that train, and whole steps run
+until its target lands. All numbers are those of the same delay inside the step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+import lsgd_jax as lj
+from train.task.separate_steps import QUIET, SeparateSteps, operands_of
+from train.task.state import TrainState
+
+
+class StepsBeside(SeparateSteps):
+    """Takes steps of all workers.
+
+    Args:
+      workers, defer, arrive, phase, last: see `SeparateSteps`.
+      pulls: the delayed pulls, beside.
+    """
+
+    # The state of the method holds targets, which become no result.
+    donated = (1, 2)
+
+    def __init__(
+        self,
+        workers: lj.Workers,
+        defer: Callable[..., Any],
+        arrive: Callable[..., Any],
+        phase: Callable[[int], lj.Phase],
+        last: int,
+        pulls: Any,
+    ):
+        def arrive_and_record(
+            before: Any, params: Any, stats: Any, own: Any, counts: Any, phase: lj.Phase
+        ) -> tuple[Any, Any, Any, Any]:
+            params, stats, own = arrive(before, params, stats, own, counts, phase=phase)
+            return params, stats, *pulls.recorded(own, phase)
+
+        def phase_at_home(step: int) -> lj.Phase:
+            at = phase(step)
+            return at if at.lands or at.records else QUIET
+
+        super().__init__(workers, defer, arrive_and_record, phase_at_home, last)
+        self._pulls = pulls
+        self._whole_phase = phase
+        self._last_step: Any = None  # the array that counts the steps of the last state
+
+    def __call__(
+        self, state: TrainState, data: Any, batch: Any, step: int
+    ) -> tuple[TrainState, Array]:
+        """See `SeparateSteps`."""
+        pulls = self._pulls
+        own = state.opt_state[-1]
+        if state.step.value is not self._last_step:
+            pulls.begin(own, jax.tree.map(_of_one_worker, state.params))
+        before = dict(pulls.away)
+        try:
+            pulls.send(step - 1, self._whole_phase(step), self._ahead)
+            at_home = _with_own(state, pulls.at_home(own))
+            after, loss = super().__call__(at_home, data, batch, step)
+        except BaseException:
+            pulls.away = before  # as the caller's state still has it
+            raise
+        self._last_step = after.step.value
+        return _with_own(after, pulls.whole(after.opt_state[-1])), loss
+
+    def _exchanged(
+        self, before: Any, state: TrainState, counts: Any, phase: lj.Phase
+    ) -> TrainState:
+        params, stats, own = operands_of(state)
+        ready = self._pulls.ready(own, phase, params)
+        params, stats, own, messages = self._arrive(
+            before, params, stats, ready, counts, phase=phase
+        )
+        own = self._pulls.exchanged(own, messages, phase)
+        return _with_own(state._replace(params=params, stats=stats), own)
+
+    def _like_those_of(self, phase: lj.Phase, state: TrainState, counts: Any) -> Any:
+        params, stats, own = operands_of(state)
+        return params, params, stats, self._pulls.like_ready(own, phase), counts
+
+    def _compile_ahead(self, state: TrainState, counts: Any, step: int) -> None:
+        self._pulls.compile_ahead(self._ahead)
+        super()._compile_ahead(state, counts, step)
+
+
+def _of_one_worker(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+
+def _with_own(state: TrainState, own: Any) -> TrainState:
+    """The state with another one of the method."""
+    return state._replace(opt_state=(*state.opt_state[:-1], own))
