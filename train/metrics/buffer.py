@@ -23,9 +23,10 @@ class Interval(NamedTuple):
     Attributes:
       step: the last step of the interval.
       losses: float [steps, W]; nan in the rows of steps without a gradient.
-      consensus_distance: at the last step.
+      consensus_distance: at the last step; None if it was not measured.
       exchange: the step of the last exchange, and the consensus distances after the step
-        before (None if unknown) and after it. None without an exchange.
+        before (None if unknown) and after it. None without an exchange, or if distances
+        were not measured.
       skipped: the rows of `losses` of steps without a gradient.
       done: the last step that was known to be complete when the interval was read.
       elections: (step, diagnostics) for each step at which leaders were elected, without
@@ -40,7 +41,7 @@ class Interval(NamedTuple):
 
     step: int
     losses: np.ndarray
-    consensus_distance: float
+    consensus_distance: float | None
     done: int
     elections: Sequence[Election] = ()
     diagnostics: tuple[lj.Diagnostics, ...] = ()
@@ -85,6 +86,8 @@ class MetricsBuffer:
         without a gradient.
       closes: the step at which the interval of a step closes.
       at_home: brings arrays of the state to the devices that train; None if all are there.
+      measures: whether the distances between workers are measured in the interval that
+        closes at a step. Each of the three takes a mean of all parameters.
 
     Attributes:
       recent: as given.
@@ -101,6 +104,7 @@ class MetricsBuffer:
         losses: Sequence[Sequence[float] | None] = (),
         closes: Callable[[int], int] = lambda step: step,
         at_home: Callable[[Any], Any] | None = None,
+        measures: Callable[[int], bool] = lambda step: True,
     ):
         self.recent = recent
         self.read = step
@@ -111,6 +115,7 @@ class MetricsBuffer:
         pulls = workers.fetch(self._diagnose(opt_state))
         self._last = pulls
         self._closes = closes
+        self._measures = measures
         self._pulls = pulls
         # Of this interval: its last step, and the step of its last exchange, or 0.
         self._closes_at = step
@@ -138,8 +143,10 @@ class MetricsBuffer:
             self._elections.append((step, self._diagnose(state.opt_state)))
         if step > self._closes_at:
             self._closes_at = self._closes(step)
-            self._exchange = self._last_exchange(step)
-        if step in (self._exchange - 1, self._exchange):
+            self._exchange = 0
+            if self._measures(self._closes_at):
+                self._exchange = self._last_exchange(step)
+        if self._exchange and step in (self._exchange - 1, self._exchange):
             self._distances[step] = lj.consensus_distance(state.params)
 
     def _last_exchange(self, first: int) -> int:
@@ -182,12 +189,14 @@ class MetricsBuffer:
 
     def close_interval(self, step: int, state: Any) -> Interval | None:
         """Closes an interval at this step and returns the one before it, or None."""
-        distance = lj.consensus_distance(state.params)
+        measured = {}
+        if self._measures(step):
+            measured[step] = lj.consensus_distance(state.params)
         now = [read(state.opt_state) for read in (self._diagnose, self._wait)]
-        distances = self._distances | {step: distance}
+        distances = self._distances | measured
         self._closed.append((step, self._elections, self._exchange, distances, *now))
         self._elections = []
-        self._distances = {step: distance}
+        self._distances = measured
         return self._read() if len(self._closed) > 1 else None
 
     def flush(self) -> Interval | None:
@@ -209,7 +218,7 @@ class MetricsBuffer:
         return Interval(
             step=step,
             losses=np.stack([unknown if row is None else row for row in rows]),
-            consensus_distance=float(distances[step]),
+            consensus_distance=float(distances[step]) if step in distances else None,
             done=self._done(),
             elections=self._fetched(elections),
             diagnostics=diagnostics,

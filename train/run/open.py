@@ -1,5 +1,6 @@
 """Opening a run: everything that training needs, before the first step."""
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -101,6 +102,7 @@ class Run:
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
             at_home=experiment.at_home if config.beside else None,
+            measures=functools.partial(measures_distances, config, session),
         )
         self.stop_signals = StopSignals(session)
 
@@ -211,6 +213,18 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def measures_distances(config: Config, session: Session, step: int) -> bool:
+    """Whether the distances between workers are measured before a report at this step.
+
+    They send as much as exchanges do. So among several processes they are measured as
+    often as the center is tested, which sends the parameters, too.
+    """
+    if session.num_processes == 1 or step >= config.steps:
+        return True
+    last = max(0, step - config.log_every)
+    return step // config.test_every > last // config.test_every
 
 
 def tracked(

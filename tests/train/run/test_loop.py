@@ -17,12 +17,14 @@ from jax.flatten_util import ravel_pytree
 from toys import slow
 
 import lsgd_jax as lj
+from train.cluster.session import Session
 from train.config import OptimizerConfig, WorkersConfig, methods
 from train.metrics import log
 from train.metrics.buffer import Interval
 from train.metrics.tensorboard import TensorBoard
 from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
+from train.run.open import measures_distances
 from train.run.reporting import report
 from train.run.saving import save
 from train.task.schedules import learning_rate
@@ -96,6 +98,22 @@ def test_distances_are_measured_on_both_sides_of_an_exchange(opened, tmp_path):
     assert [event["consensus_distance"] for event in events] == [
         distance[t] for t in (3, 6, 9, 11)
     ]
+
+
+@pytest.mark.parametrize("processes, measured", [(1, [4, 8, 12]), (2, [8, 12])])
+def test_several_processes_measure_distances_as_often_as_they_test(
+    processes, measured, opened, monkeypatch
+):
+    """Each distance takes as many bytes as an exchange."""
+    session = Session(0, ["here"] * processes)
+
+    def measures(config, _, step):
+        return measures_distances(config, session, step)
+
+    monkeypatch.setattr("train.run.open.measures_distances", measures)
+    events = log.read(train(opened()).folder)["train"]
+    for name in ("consensus_distance", "exchange"):
+        assert [event["step"] for event in events if event[name] is not None] == measured
 
 
 def test_a_run_compiles_its_step_once_and_each_exchange(finished, programs):
