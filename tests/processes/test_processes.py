@@ -13,7 +13,7 @@ import pytest
 import tiny
 from images import make_folder
 from processes import jobs
-from trainers import Trainers, free_port
+from trainers import Trainers, by_options, events, free_port, numbers
 
 import lsgd_jax as lj
 from train.cluster.session import Session
@@ -143,6 +143,27 @@ def test_a_run_resumes_in_other_processes_with_the_same_or_other_workers(
     for name, x in jobs.numbers_of(fewer).items():
         np.testing.assert_array_equal(x, before[name][fewer.resizing.sources])
     assert len(fewer.resizing.sources) == 2
+
+
+@pytest.mark.slow  # in one process `test_loop.py`
+def test_two_processes_train_with_messages_beside_the_steps(tmp_path, cache):
+    """The numbers are those of one process with its messages in the step."""
+    words = "digits --workers.nodes 2 --workers.locals 1 --method diloco --method.period 4 "
+    words += "--method.delay 2 --steps 12 --log-every 4 --test-every 6"
+    found = []
+    for count, beside in ((2, "--beside"), (1, "--no-beside")):
+        folder = tmp_path / str(count)
+        arguments = [*words.split(), beside, "--run-dir", str(folder)]
+        each = by_options(2) if count == 2 else [([], {})]
+        with Trainers(tmp_path / f"printed-{count}", arguments, each, cache) as started:
+            assert started.end() == [0] * count, started.printed(0)
+        found.append(numbers(folder, 12))
+        waits = ["exchange_wait_s" in event for event in events(folder, "train")]
+        assert waits == [count == 2] * 3
+    beside, inside = found
+    assert beside.keys() == inside.keys()
+    for name, x in inside.items():
+        np.testing.assert_allclose(beside[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow

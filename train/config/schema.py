@@ -550,8 +550,6 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     both = bool(config.data.source) == bool(config.data.target)
     yield "data.target", "given with data.source, and only then", both
 
-    rule = "left out with beside"
-    yield "static_phases", rule, not config.beside or config.static_phases is None
     own = config.distributed
     ray = config.ray
     values = fields(config)

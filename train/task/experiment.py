@@ -439,6 +439,11 @@ class Experiment(BaseExperiment):
                 "`beside` must be False for a method that exchanges no parameters, got "
                 f"method={self._config.method.name}"
             )
+        if self._config.static_phases is not None:
+            raise ValueError(
+                "`static_phases` must be left out with beside, got "
+                f"static_phases={self._config.static_phases}"
+            )
         if self._config.batch_statistics == "average":
             raise ValueError(
                 "`beside` must be False with batch_statistics=average, whose mean would "

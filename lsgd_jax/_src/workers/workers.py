@@ -410,6 +410,7 @@ class Workers:
           ValueError: a method without a delay, or that needs whole steps; a process with
             too few CPU devices.
 
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> import lsgd_jax as lj
         >>> workers = lj.Workers(nodes=1, locals=2)

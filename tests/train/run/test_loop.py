@@ -201,7 +201,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", ["diloco", slow("lsgd"), slow("int8")])
 def test_messages_beside_the_steps_change_no_number(kind, opened, tmp_path):
-    """Nor does a run that is resumed while its message is under way."""
+    """Nor does a run that is resumed while its message is in flight."""
     changes = KINDS[kind] | dict(checkpoint_every=3, log_every=3)
     inside = opened(run_dir=str(tmp_path / "inside"), **changes)
     expected = train(inside)
