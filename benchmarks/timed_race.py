@@ -15,19 +15,18 @@ from the start of the processes to that test.
 """
 
 import argparse
-import json
 import math
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 from limited_hosts import PORT, Hosts, limited_hosts
 from time_to_error import crossing
 from usage import head, parser, row
+
+from train.metrics import log
 
 
 WORKERS = 4
@@ -66,20 +65,13 @@ def folder_of(name: str, options: argparse.Namespace) -> pathlib.Path:
     return pathlib.Path(options.out).resolve() / name
 
 
-def events_of(folder: pathlib.Path, processes: list[subprocess.Popen]) -> Iterator[dict]:
-    """Yields the lines of metrics.jsonl as they are written, until the run has ended."""
-    path = folder / "metrics.jsonl"
-    read = 0
-    while True:
-        has_ended = any(process.poll() is not None for process in processes)
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        for line in lines[read:]:
-            if line.endswith("\n"):
-                read += 1
-                yield json.loads(line)
-        if has_ended:
-            return
-        time.sleep(0.2)
+def reached(error: float, folder: pathlib.Path, measure: str) -> float:
+    """Returns the 'step' or the 'seconds' at which a run has come to an error, or inf."""
+    if not (folder / log.METRICS).exists():
+        return math.inf
+    tests = log.read(folder).get("test", [])
+    errors = [test["center_error"] for test in tests]
+    return crossing(error, [test[measure] for test in tests], errors)
 
 
 def timed(
@@ -94,25 +86,21 @@ def timed(
         for i in range(WORKERS)
     ]
     begun = time.monotonic()
-    tests = []
     try:
-        for event in events_of(folder, processes):
-            if event["kind"] != "test":
-                continue
-            tests.append(event)
-            if (event["center_error"] or math.inf) <= options.error:
+        while math.isinf(reached(options.error, folder, "step")):
+            if any(process.poll() is not None for process in processes):
                 break
+            time.sleep(0.2)
         clock = time.monotonic() - begun
     finally:
         for process in processes:
-            os.killpg(process.pid, signal.SIGKILL)  # to save would take minutes here
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # to save would take minutes here
         statuses = [process.wait() for process in processes]
     if any(status not in (0, -signal.SIGKILL) for status in statuses):
         sys.exit("error: a host has failed; its output is above")
-    errors = [test["center_error"] for test in tests]
-    steps = crossing(options.error, [test["step"] for test in tests], errors)
-    training = crossing(options.error, [test["seconds"] for test in tests], errors)
-    return steps, training, clock
+    steps = reached(options.error, folder, "step")
+    return steps, reached(options.error, folder, "seconds"), clock
 
 
 def main() -> None:
