@@ -55,7 +55,7 @@ def waited_for_exchanges(run: Run) -> dict[str, float]:
 
     Of the main process. Nothing where no messages travel beside.
     """
-    waited = getattr(run.experiment, "waited", None)
+    waited = run.experiment.waited
     return {} if waited is None else {"exchange_wait_s": round(waited, 3)}
 
 

@@ -315,6 +315,11 @@ class BaseExperiment(abc.ABC):
         """A tree out of the state, with all arrays on the devices that train."""
         return tree
 
+    @property
+    def waited(self) -> float | None:
+        """Seconds of waiting for messages beside the steps; None if there are none."""
+        return None
+
     # Data
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
@@ -453,7 +458,6 @@ class Experiment(BaseExperiment):
 
     @property
     def waited(self) -> float | None:
-        """Seconds of waiting for messages beside the steps; None if there are none."""
         return None if self.pulls_beside is None else self.pulls_beside.waited
 
     def at_home(self, tree: Any) -> Any:

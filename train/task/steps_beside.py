@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 import lsgd_jax as lj
-from train.task.separate_steps import QUIET, SeparateSteps, operands_of
+from train.task.separate_steps import SeparateSteps, operands_of
 from train.task.state import TrainState
 
 
@@ -42,8 +42,7 @@ class StepsBeside(SeparateSteps):
             return params, stats, *pulls.recorded(own, phase)
 
         def phase_at_home(step: int) -> lj.Phase:
-            at = phase(step)
-            return at if at.lands or at.records else QUIET
+            return pulls.phase_at_home(phase(step))
 
         super().__init__(workers, defer, arrive_and_record, phase_at_home, last)
         self._pulls = pulls
@@ -58,14 +57,10 @@ class StepsBeside(SeparateSteps):
         own = state.opt_state[-1]
         if state.step.value is not self._last_step:
             pulls.begin(own, jax.tree.map(_of_one_worker, state.params))
-        before = dict(pulls.away)
-        try:
+        with pulls.undone_by_errors():
             pulls.send(step - 1, self._whole_phase(step), self._ahead)
             at_home = _with_own(state, pulls.at_home(own))
             after, loss = super().__call__(at_home, data, batch, step)
-        except BaseException:
-            pulls.away = before  # as the caller's state still has it
-            raise
         self._last_step = after.step.value
         return _with_own(after, pulls.whole(after.opt_state[-1])), loss
 

@@ -11,9 +11,10 @@ So no program of the devices that train contains a message of such a pull. The n
 the state after each step, are those of the same pull inside the step.
 """
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -22,9 +23,10 @@ import numpy as np
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.ahead import Ahead
+from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.fragments import Slot, slots_of
 from lsgd_jax._src.exchange.kernel import Pending, Pull, PullState
-from lsgd_jax._src.exchange.phases import Phase
+from lsgd_jax._src.exchange.phases import QUIET, Phase
 from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
 from lsgd_jax._src.shared import Shared
@@ -72,21 +74,19 @@ class PullsBeside:
       pulls: all pulls of the method.
       twin: the devices beside.
       order: that of the messages of all methods of a loop.
-      name: a number of the method among those of the loop.
 
     Attributes:
-      away: the states on the twin, by the number of the state among those of the pulls.
       waited: seconds for which the host has waited for targets that were not there in time.
     """
 
-    def __init__(self, pulls: Sequence[Pull], twin: Beside, order: Order, name: int = 0):
+    def __init__(self, pulls: Sequence[Pull], twin: Beside, order: Order):
         check_may_travel(pulls)
-        self.away: dict[int, PullState] = {}
         self.waited = 0.0
+        # The states on the twin, by the number of the state among those of the pulls.
+        self._away: dict[int, PullState] = {}
         self._pulls = pulls
         self._twin = twin
         self._order = order
-        self._method = name
         self._slots: dict[int, Slot] = {}
         self._like: dict[int, Tree] = {}  # the part of each pull, as shapes of one worker
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -109,13 +109,13 @@ class PullsBeside:
         rules = {k: pull.rule for k, pull in pulls.items() if self._steps(k)}
         self._before = {k: jax.tree.leaves(x) for k, x in self._twin.back(rules).items()}
         away = {k: _away_part(pull) for k, pull in pulls.items()}
-        self.away = self._twin.there(away)
+        self._away = self._twin.there(away)
         for k in self._slots:
             self._agreed.setdefault(k, set())  # programs have the set
         for k in rules:
             # Its trace tells which leaves are agreed on.
             program: Any = self._program("send", k)
-            program.trace(self.away[k], _shared(0), self._order.sent)
+            program.trace(self._away[k], _shared(0), self._order.sent)
 
     def _steps(self, k: int) -> bool:
         """Whether the rule acts on each step."""
@@ -147,7 +147,7 @@ class PullsBeside:
     def _joined(self, k: int, pull: PullState) -> PullState:
         if k not in self._slots:
             return pull
-        away = self.away[k]
+        away = self._away[k]
         if self._steps(k):
             agreed = jax.tree.leaves(away.rule)
             away = away._replace(rule=_replaced(pull.rule, self._agreed[k], agreed))
@@ -156,6 +156,20 @@ class PullsBeside:
     def back(self, tree: Tree) -> Tree:
         """The tree with all arrays of the twin on the devices that train."""
         return self._twin.back(tree)
+
+    @contextlib.contextmanager
+    def undone_by_errors(self) -> Generator[None]:
+        """A step. After an error what is beside is that of the state before it."""
+        before = dict(self._away)
+        try:
+            yield
+        except BaseException:
+            self._away = before
+            raise
+
+    def phase_at_home(self, phase: Phase) -> Phase:
+        """What the method does on the devices that train: sending is none of it."""
+        return phase if phase.lands or phase.records else QUIET
 
     # The three acts
 
@@ -175,7 +189,7 @@ class PullsBeside:
             ahead.wait_for(self._named("send", k, round))
             program = self._program("send", k, round)
             sent = self._order.sent
-            self.away[k], self._order.sent = program(self.away[k], _shared(t), sent)
+            self._away[k], self._order.sent = program(self._away[k], _shared(t), sent)
 
     def ready(self, state: ExchangeState, phase: Phase, trained: Tree) -> ExchangeState:
         """The state at home, with the targets of the pulls that land.
@@ -184,7 +198,7 @@ class PullsBeside:
 
         trained: arrays that the training step has returned.
         """
-        landing = {k: _landing(self.away[k]) for k in self._lands(phase)}
+        landing = {k: _landing(self._away[k]) for k in self._lands(phase)}
         targets = jax.tree.leaves([each.pending for each in landing.values()])
         if not all(x.is_ready() for x in targets):
             jax.block_until_ready(trained)
@@ -195,7 +209,7 @@ class PullsBeside:
 
     def like_ready(self, state: ExchangeState, phase: Phase) -> ExchangeState:
         """The shapes of `ready`."""
-        landing = {k: _landing(self.away[k]) for k in self._lands(phase)}
+        landing = {k: _landing(self._away[k]) for k in self._lands(phase)}
         return _with_targets(state, self._twin.like_back(landing))
 
     def _lands(self, phase: Phase) -> list[int]:
@@ -228,11 +242,11 @@ class PullsBeside:
         """
         for k in self._lands(phase):
             landed = self._twin.there(_landing(state.pulls[k]))
-            self.away[k] = self._program("land", k)(self.away[k], landed)
+            self._away[k] = self._program("land", k)(self._away[k], landed)
         for name, message in messages.items():
             k = int(name)
             program = self._program("record", k)
-            self.away[k] = program(self.away[k], self._twin.there(message))
+            self._away[k] = program(self._away[k], self._twin.there(message))
         self._keep(state)
         return self.at_home(state)
 
@@ -240,7 +254,7 @@ class PullsBeside:
 
     def _named(self, act: str, k: int, round: int | None) -> tuple[Any, ...]:
         """The name of a program."""
-        return act, self._method, k, round
+        return self, act, k, round
 
     def _program(self, act: str, k: int, round: int | None = None) -> Callable[..., Any]:
         """The compiled program of what a pull does on the twin."""
@@ -264,13 +278,8 @@ class PullsBeside:
             if ahead.is_busy or has_rounds or name in self._begun:
                 continue
             self._begun.add(name)
-            args = self.away[k], _shared(0), self._order.sent
+            args = self._away[k], _shared(0), self._order.sent
             ahead.begin(name, self._program("send", k), args)
-
-
-def acts_at_home(phase: Phase) -> bool:
-    """Whether a method does anything on the devices that train."""
-    return bool(phase.lands or phase.records)
 
 
 def _shared(t: int) -> Shared:
@@ -400,6 +409,14 @@ def check_has_delay(pulls: Sequence[Pull]) -> None:
         raise ValueError(
             "`beside` must be False for a method without a `delay`: nothing would travel "
             "while steps run"
+        )
+
+
+def check_reads_no_x(method: Exchange) -> None:
+    """Raises ValueError for a method that reads the parameters before the step."""
+    if method.reads_x:
+        raise ValueError(
+            "`beside` must be False for a method that reads the parameters before the step"
         )
 
 

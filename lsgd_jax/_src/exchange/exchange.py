@@ -102,15 +102,20 @@ class Exchange(InPhases, optax.GradientTransformationExtraArgs):
         return trees.apply_updates(params, update), state
 
     @property
+    def reads_x(self) -> bool:
+        """Whether a step depends on x: by a rule, or because it may be undone."""
+        return self.check == "every_step" or any(pull.rule.reads_x for pull in self.pulls)
+
+    @property
     def is_separable(self) -> bool:
         """Whether what arrives may be a program of its own, see `defer`.
 
         It may not if a rule depends on x, if messages are to travel while the next gradient
         is computed, if a step that is not finite is undone, or if steps have no gradient.
         """
-        if self.check == "every_step" or skips_of(self.pulls):
+        if self.reads_x or skips_of(self.pulls):
             return False
-        return not any(pull.rule.reads_x or pull.delay for pull in self.pulls)
+        return not any(pull.delay for pull in self.pulls)
 
     @with_automatic_axes
     def defer(

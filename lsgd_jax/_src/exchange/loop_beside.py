@@ -1,5 +1,6 @@
 """A loop whose delayed pulls exchange on devices beside those that train."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ from lsgd_jax._src.exchange.beside import (
     Beside,
     Order,
     PullsBeside,
-    acts_at_home,
     check_has_delay,
+    check_reads_no_x,
 )
 from lsgd_jax._src.exchange.loop import (
     Loop,
@@ -22,7 +23,7 @@ from lsgd_jax._src.exchange.loop import (
     with_state,
 )
 from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState
-from lsgd_jax._src.exchange.phases import QUIET, Sizes
+from lsgd_jax._src.exchange.phases import Sizes
 from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
 from lsgd_jax._src.shared import one_worker
@@ -43,10 +44,7 @@ class LoopBeside(Loop):
         super().__init__(train, compile, sizes, options)
         check_methods(train.methods)
         order = Order(twin)
-        self._beside = [
-            PullsBeside(method.pulls, twin, order, i)
-            for i, method in enumerate(train.methods)
-        ]
+        self._beside = [PullsBeside(method.pulls, twin, order) for method in train.methods]
 
     @property
     def waited(self) -> float:
@@ -61,17 +59,14 @@ class LoopBeside(Loop):
         if not self._is_last(state):
             self._begin(state)
         counts = self._counts_of(state)
-        before = [dict(each.away) for each in self._beside]
-        try:
-            phases = self._train.at_counts(counts, self._sizes)
+        phases = self._train.at_counts(counts, self._sizes)
+        with contextlib.ExitStack() as stack:
+            for each in self._beside:
+                stack.enter_context(each.undone_by_errors())
             for each, t, phase in zip(self._beside, counts, phases):
                 each.send(t, phase, self._ahead)
-            at_home = self._mapped(PullsBeside.at_home, state)
-            results = super()._take(at_home, *args, **named)
-        except BaseException:
-            for each, away in zip(self._beside, before):
-                each.away = away  # as the caller's state still has it
-            raise
+            left = self._mapped(PullsBeside.at_home, state)
+            results = super()._take(left, *args, **named)
         return with_state(results, self._mapped(PullsBeside.whole, state_in(results)))
 
     def _begin(self, state: AroundState) -> None:
@@ -96,8 +91,8 @@ class LoopBeside(Loop):
 
     def _phases_at(self, counts: Sequence[int]) -> Phases:
         """What each method does on the devices that train."""
-        phases = super()._phases_at(counts)
-        return tuple(phase if acts_at_home(phase) else QUIET for phase in phases)
+        pairs = zip(self._beside, super()._phases_at(counts))
+        return tuple(each.phase_at_home(phase) for each, phase in pairs)
 
     def _exchanged(self, state: AroundState, taking_part: Any, phases: Phases) -> Any:
         trained = [state.outer] * len(phases)
@@ -147,10 +142,8 @@ def with_exchanges(state: AroundState, exchanges: Sequence[ExchangeState]) -> Ar
 def check_methods(methods: Sequence[Outer]) -> None:
     """Raises ValueError unless messages of these methods may travel beside."""
     check_has_delay([pull for method in methods for pull in method.pulls])
-    if any(method.remembers for method in methods):
-        raise ValueError(
-            "`beside` must be False for a method that reads the parameters before the step"
-        )
+    for method in methods:
+        check_reads_no_x(method.method)
     outer = [pull for method in methods[1:] for pull in method.pulls]
     if any(pull.rule.step is not silent for pull in outer):
         raise ValueError(

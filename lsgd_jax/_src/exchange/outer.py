@@ -73,9 +73,7 @@ class Outer(InPhases):
         self.method = method
         self.pulls = method.pulls
         self.specs = specs
-        self.remembers = method.check == "every_step" or any(
-            pull.rule.reads_x for pull in self.pulls
-        )
+        self.remembers = method.reads_x
 
     def __repr__(self) -> str:
         rules = ", ".join(f"every {pull.every}" for pull in self.pulls)

@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.around import Around
-from lsgd_jax._src.exchange.beside import Order, PullsBeside, check_has_delay
+from lsgd_jax._src.exchange.beside import (
+    Order,
+    PullsBeside,
+    check_has_delay,
+    check_reads_no_x,
+)
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.loop import Loop
@@ -424,11 +429,7 @@ class Workers:
         True
         """
         check_has_delay(method.pulls)
-        if method.check == "every_step" or any(pull.rule.reads_x for pull in method.pulls):
-            raise ValueError(
-                "`beside` must be False for a method that reads the parameters before the "
-                "step"
-            )
+        check_reads_no_x(method)
         twin = self._devices_beside()
         return PullsBeside(method.pulls, twin, Order(twin))
 
