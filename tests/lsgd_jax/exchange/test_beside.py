@@ -97,6 +97,21 @@ def test_a_step_that_raises_an_error_can_be_taken_again():
         state = state_in(found)
 
 
+def test_a_checked_loop_tells_its_waiting_and_what_was_moved_behind_it():
+    workers = lj.Workers(2, 2, devices=jax.devices()[:4], debug=True)
+    train = lj.around(update, lj.local_sgd(3, delay=2))
+    run = workers.loop(train, beside=True)
+    state = begun(train, workers)
+    target = workers.put(targets_of(4)[0])
+    state, _ = run(state, target)
+    assert run.waited >= 0
+    exchange = state.outer.exchange
+    moved = exchange._replace(misplaced=exchange.misplaced + 1)
+    outer = state.outer._replace(exchange=moved)
+    with pytest.raises(ValueError, match="seen on workers 0, 1, 2, 3"):
+        run(lj.AroundState(state.state, outer), target)
+
+
 def noting(compile, texts):
     """`compile`, with the text of each program that is called added to `texts`."""
 
