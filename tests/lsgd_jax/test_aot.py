@@ -86,7 +86,7 @@ def test_a_collective_beside_products_in_one_fusion_is_hidden():
         f"  ROOT %g.{name} = f32[32]{{0}} {gather}\n}}\n\n"
     )
     dot = "  %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={0}\n"
-    text = HEAD + part("start") + part("steps", dot) + part("done")
+    text = HEAD + part("start") + part("steps", dot) + part("done", dot)
     text += "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
     for name in ("start", "steps", "done"):
         text += f"  %f.{name} = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%{name}\n"
@@ -196,6 +196,8 @@ ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
     assert found == [("early", 512 * 512, "jit/dot"), ("b", 4096, "")]
     later = buffers.largest(text.replace("f32[512,128]", "f32[2,128]"))
     assert [(x.name, x.bytes) for x in later] == [("wide", 32768), ("z", 4096), ("y", 4096)]
+    last = buffers.largest(text.replace("f32[9,128]", "f32[900,128]"))
+    assert [x.name for x in last] == ["late", "z"]
 
 
 @pytest.mark.parametrize(
@@ -554,10 +556,14 @@ def test_a_step_of_ones_own_is_reported_in_all_its_stages():
     x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32, sharding=rows)
     mean = jax.jit(lambda x: (x @ x).mean(0))
     traced = mean.trace(x)
-    reports = [aot.report_of(s) for s in (traced, traced.lower(), traced.lower().compile())]
+    lowered = traced.lower()
+    compiled = lowered.compile()
+    reports = [aot.report_of(s, bandwidth=2e9) for s in (traced, lowered, compiled)]
     for report in reports:
         (program,) = report.programs
         assert [c.kind for c in program.collectives] == ["all-reduce"]
+        assert program.bytes_accessed == compiled.cost_analysis()["bytes accessed"]
+        assert report.bandwidth == 2e9
     assert reports[0].programs[0].flops == 2 * 64**3
 
 
