@@ -187,7 +187,7 @@ ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
   %w = (f32[8,128]{1,0}) while(%i), condition=%f, body=%body
   %new = f32[8,128]{1,0} get-tuple-element(%w), index=0
   %late = f32[9,128]{1,0:T(8,128)} fusion(%new), calls=%f
-  %o = f32[8,128]{1,0} fusion(%late), calls=%f
+  %o = f32[16,128]{1,0} fusion(%late), calls=%f
   ROOT %r = (f32[8,128]{1,0}) tuple(%o)
 }
 """
