@@ -245,6 +245,9 @@ def test_fragments_of_stacked_layers_have_the_same_size(count, scan_axis):
     for pull, part in zip(pulls, taken):
         back = parts.put_back(pull.part, part, back)
     jax.tree.map(np.testing.assert_array_equal, back, tree)
+    # What follows the layers is the last of embedding, 12 layers and norm.
+    last = parts.select(lj.fragment(13, 14, scan_axis={"layers": 0}), tree)
+    assert [x.shape for x in jax.tree.leaves(last)] == [(8,)]
 
 
 def test_invalid_scan_axes_are_refused():

@@ -31,7 +31,7 @@ LOSS = dict(loss=0.1, timeout=3.0)
 REJOIN = dict(timeout=3.0, drops={1: 6.5}, joins={1: 12.25})
 
 CASES = {
-    "pulls-lsgd": (Pulls(lj.lsgd(**LEVELS)), {}),
+    "pulls-adpsgd": (Pulls(lj.adpsgd()), {}),
     "pulls-lsgd-budget": (Pulls(lj.lsgd(**LEVELS), budget=True), REJOIN),
     "pulls-diloco-int8": (Pulls(lj.diloco(4, delay=2, wire="int8")), {}),
     "pulls-local_sgd": (Pulls(lj.local_sgd(3)), REJOIN),
@@ -57,7 +57,7 @@ TRAINING = toys.broken(toys.broken(toys.training(), 2, steps=[5]), 3, steps=[3])
 # For each case the seconds, the bytes that all have sent, the steps of each worker, the sum
 # of its staleness over them, and its Σ k x_k.
 RECORDED = """
-pulls-lsgd 29.28737686 720 12,12,12,12 0,0,0,0 15.876772 11.109813 15.876772 15.876772
+pulls-adpsgd 28.85777686 2112 12,12,12,12 0,0,0,0 9.4729487 2.835482 -0.72939396 11.557595
 pulls-lsgd-budget 25.01793786 760 19,15,12,6 0,0,0,0 14.123424 8.4940623 13.469353 13.469354
 pulls-diloco-int8 27.84737686 0 12,12,12,12 0,0,0,0 8.5927747 8.5927748 8.5927745 8.5927747
 pulls-local_sgd 25.13652887 504 12,12,12,12 0,0,0,0 2.7581135 2.7581134 2.7581138 2.7581135
