@@ -325,6 +325,8 @@ def test_seconds_follow_from_the_figures():
     assert (faster.across_exposed, faster.across_hidden) == (0.25, 0.25)
     hidden = priced(across=0.1e9, overlap=1.0)
     assert hidden.seconds(hidden.programs[0]) == aot.Seconds(1.0, 0, 0, 0, 0.8)
+    assert str(hidden).splitlines()[2].split()[-4:] == ["1e+03", "0", "0", "800"]
+    assert "All programs together" not in str(hidden)
     # Two messages of 0.8 seconds beside the same half of the products; another round.
     (each,) = priced(across=0.1e9, overlap=0.5).programs[0].collectives
     for kind, covered in (("all-reduce", 0.5), ("all-gather", 1.0)):
