@@ -63,6 +63,8 @@ def test_a_tpu_program_is_read():
     # The loop runs from 1 to 8, and a device sends three shards of the four.
     assert each["all-gather.1"].times == 7 and not each["all-gather.1"].crosses
     assert each["all-gather.1"].sent == 512 * 512 * 4 * 3 / 4
+    unknown = found(TPU.replace("constant(8)", "parameter(8)"), splits=True)
+    assert unknown["all-gather.1"].times == 1
     assert each["all-reduce.1"].conditional and each["all-reduce.1"].times == 1
 
 
