@@ -190,6 +190,8 @@ def largest_dimension(
     >>> leaf = jax.ShapeDtypeStruct((64, 256), "float32")
     >>> specs("dense/kernel", leaf) == P(None, "fsdp")
     True
+    >>> specs("dense/bias", jax.ShapeDtypeStruct((256,), "float32")) == P()
+    True
     """
 
     def spec(path: str, leaf: Any) -> Spec:

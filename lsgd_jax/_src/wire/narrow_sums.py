@@ -39,6 +39,8 @@ def pays(sizes: Sequence[int], wire: Wire, workers: int) -> bool:
     >>> import lsgd_jax as lj
     >>> [pays([10**5], lj.Wire("int8"), workers) for workers in (2, 3, 32)]
     [False, True, True]
+    >>> pays([5 * 10**4], lj.Wire("int4"), workers=3)
+    True
     """
     b = wire.block
     blocks = sum(-(-n // b) for n in sizes)
