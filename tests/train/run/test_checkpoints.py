@@ -282,8 +282,6 @@ def test_a_folder_that_cannot_be_written_to_leaves_no_thread(
     assert capfd.readouterr() == ("", "")
 
 
-# Orbax leaves coroutines behind when a write fails; they complain when collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_disk_that_becomes_full_while_writing(opened, folder, warnings):
     """Simulated by a limit of 20 kB for each file. A better checkpoint replaces none."""
     noise = np.random.default_rng(0).bytes(200_000)
@@ -330,7 +328,6 @@ def test_a_failure_of_orbax_while_closing_does_not_fail_the_run(opened, monkeypa
     assert not checkpoints.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_folder_moved_while_a_checkpoint_is_written_is_not_recreated(
     tmp_path, warnings
 ):
