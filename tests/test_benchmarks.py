@@ -26,6 +26,7 @@ def test_a_script_finds_what_it_imports(name):
 # races.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group, number, windows",
     [("one-machine", 8, 24_000), ("replicas", 16, 690 * 48)],
@@ -47,6 +48,7 @@ def test_every_entrant_of_a_race_is_valid(group, number, windows, tmp_path):
 # halos.py
 
 
+@pytest.mark.slow
 def test_servers_in_the_world_of_halos_are_as_fast_as_in_its_own_simulator():
     """Steps per second. Messages of a server that share links slow it further."""
     one, regional = halos.METHODS.values()

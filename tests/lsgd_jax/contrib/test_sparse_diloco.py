@@ -15,6 +15,7 @@ from lsgd_jax._src.wire.packing import Packing
 from lsgd_jax._src.wire.top_k import TopK, quantize
 
 
+@pytest.mark.slow
 def test_values_are_rounded_as_the_released_code_rounds_them():
     """It rounds a - y, and the wire y - a."""
     unit = ORACLES_2026["units"]["statistical_quantizer"]
@@ -30,6 +31,7 @@ def test_top_k_is_refused_where_parameters_travel_whole():
             make(wire=wire)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_not_finite_sends_nothing_and_keeps_no_error():
     """It takes the anchor, which the others' messages alone have moved; |H| is theirs."""
     tx = lj.contrib.sparse_diloco(1, density=0.25, chunk=4, bits=None)

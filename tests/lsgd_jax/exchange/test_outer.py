@@ -75,6 +75,7 @@ def test_the_numbers_are_those_of_the_chain(name):
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [lj.diloco(3), lj.dpsgd(), lj.lsgd(0.1, 0.1, 3, 6)])
 def test_on_other_steps_parameters_are_bit_identical(method):
     """Including -0.0 and integers. dpsgd would be due on every step."""
@@ -308,6 +309,7 @@ def test_specs_that_do_not_fit_are_refused(specs, has_mesh, message):
         jax.eval_shape(over_replicas(o.init), sharded(mesh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("due", [None, False])
 def test_a_shard_map_of_explicit_axes_is_like_workers(due):
     """The library reads the layouts inside a worker from types."""

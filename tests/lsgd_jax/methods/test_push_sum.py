@@ -45,6 +45,7 @@ def test_push_sum_conserves_mass(topology):
     assert np.ptp(np.stack(weights), axis=1).max() > 0.1  # weights that are not 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "staleness, expected",
     [
@@ -77,6 +78,7 @@ def test_a_start_that_is_not_finite_is_not_in_flight():
     assert weight == 0
 
 
+@pytest.mark.slow
 def test_push_sum_mixes_with_the_given_weights():
     run = make(lj.sgp(PUSHED), 4)
     s, w = np.asarray(run.start["w"], np.float64), np.ones(4)

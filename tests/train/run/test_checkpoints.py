@@ -82,6 +82,7 @@ def test_a_checkpoint_without_checksums_is_read_and_named(opened, folder, warnin
     assert said.startswith("the checkpoint of step 2 has no sha256.json: it is of an earl")
 
 
+@pytest.mark.slow
 def test_the_latest_checkpoint_with_finite_losses_is_kept(opened, folder):
     """In addition to the latest ones, which are kept anyway."""
     checkpoints, kept = opened(), []
@@ -103,6 +104,7 @@ def saved(checkpoints, step, tested, state=state):
     return checkpoints.save(step, state(step), notes) and checkpoints.wait()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept(opened, folder):
     checkpoints, kept = opened(), []
     for step, tested in [(1, 5.0), (2, 3.0), (3, None), (4, 3.0), (5, 4.0), (6, 9.0)]:

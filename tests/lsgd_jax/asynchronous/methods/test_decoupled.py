@@ -81,6 +81,7 @@ def test_a_slow_worker_answers_with_its_steps_and_is_weighed_by_tokens_and_steps
     np.testing.assert_allclose(anchor, [expected] * 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_answers_that_are_late_for_a_turn_are_ignored(monkeypatch):
     """The answers of worker 5 take 30 s. Its lags are known and do not raise the median."""
     ask, moved, answered = SimulatedTransport.ask_peer, DecoupledDiLoCoWorker._moved, []
@@ -131,6 +132,7 @@ def test_the_grace_follows_the_lags_between_a_tenth_of_a_step_and_a_turn():
     assert grace._grace(0.0) == grace._grace(30.0) == 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["float32", toys.slow("int8").values[0]])
 def test_all_workers_take_every_turn_from_one_worker(wire):
     outers = {}
