@@ -253,6 +253,8 @@ class Layouts:
     True
     >>> layouts.spec(("mu", "dense", "bias"), (8, 2)) is None
     True
+    >>> layouts.spec(("anchor", "dense", "kernel"), (8, 1)) == Spec("fsdp")  # a fragment
+    True
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import pathlib
 import re
 import runpy
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from lsgd_jax import aot
-from lsgd_jax._src.aot import buffers, kernels, links, memory, pod
+from lsgd_jax._src.aot import buffers, kernels, memory, pod
 from lsgd_jax._src.aot.collectives import Placement, collectives_of, exposed
 from lsgd_jax._src.aot.groups import groups_of
 from lsgd_jax._src.aot.hlo import HloModule
@@ -54,6 +55,8 @@ def test_a_tpu_program_is_read():
     assert each["send"].kind == "all-reduce" and each["send"].bytes == message
     assert each["send"].across == message and each["send"].hidden
     assert each["send"].overlap == 1.0 and not each["send"].conditional
+    three = found(TPU.replace("{1,2}x", "{1,2,3}x"), splits=True)["send"]
+    assert three.across == 2 * 2 / 3 * message
     # Of four devices in a slice three send to the other slice.
     assert each["send.1"].kind == "collective-permute" and not each["send.1"].hidden
     assert each["send.1"].across == 8 * 512 * 4 * 3 / 8
@@ -86,12 +89,13 @@ def test_a_collective_beside_products_in_one_fusion_is_hidden():
         f"  ROOT %g.{name} = f32[32]{{0}} {gather}\n}}\n\n"
     )
     dot = "  %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={0}\n"
-    text = HEAD + part("start") + part("steps", dot) + part("done")
+    text = HEAD + part("start") + part("steps", 2 * dot) + part("done", dot)
     text += "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
     for name in ("start", "steps", "done"):
         text += f"  %f.{name} = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%{name}\n"
-    (each,) = found(text + "}\n", splits=True).values()
-    assert each.overlap == 1.0 and each.times == 1 and each.sent == 3 / 4 * 32 * 4
+    (each,) = found(text + dot + "}\n", splits=True).values()
+    # A fusion counts as one product.
+    assert each.overlap == 2 / 3 and each.times == 1 and each.sent == 3 / 4 * 32 * 4
 
 
 def test_a_reduce_scatter_in_a_fusion_of_tpus_is_no_all_reduce():
@@ -187,7 +191,7 @@ ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
   %w = (f32[8,128]{1,0}) while(%i), condition=%f, body=%body
   %new = f32[8,128]{1,0} get-tuple-element(%w), index=0
   %late = f32[9,128]{1,0:T(8,128)} fusion(%new), calls=%f
-  %o = f32[8,128]{1,0} fusion(%late), calls=%f
+  %o = f32[16,128]{1,0} fusion(%late), calls=%f
   ROOT %r = (f32[8,128]{1,0}) tuple(%o)
 }
 """
@@ -196,6 +200,8 @@ ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
     assert found == [("early", 512 * 512, "jit/dot"), ("b", 4096, "")]
     later = buffers.largest(text.replace("f32[512,128]", "f32[2,128]"))
     assert [(x.name, x.bytes) for x in later] == [("wide", 32768), ("z", 4096), ("y", 4096)]
+    last = buffers.largest(text.replace("f32[9,128]", "f32[900,128]"))
+    assert [x.name for x in last] == ["late", "z"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,13 @@ ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
     ],
 )
 def test_a_group_has_the_links_of_its_axes(kind, places, sizes, of, share):
-    assert links.share(kind, places, sizes, of) == share
+    devices = {at: types.SimpleNamespace(coords=at) for at in np.ndindex(sizes)}
+    chip = pod.chips.TPUS[{4: "v5e", 6: "v5p"}[of]]
+    cluster = aot.Pod("a slice", tuple(devices.values()), chip, 1, "slice")
+    group = [devices[place] for place in places]
+    assert cluster.links(kind, group) == share
+    switched = dataclasses.replace(cluster, chip=pod.chips.GPUS["h100"])
+    assert switched.links(kind, group) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -314,6 +326,8 @@ def test_seconds_follow_from_the_figures():
     assert (faster.across_exposed, faster.across_hidden) == (0.25, 0.25)
     hidden = priced(across=0.1e9, overlap=1.0)
     assert hidden.seconds(hidden.programs[0]) == aot.Seconds(1.0, 0, 0, 0, 0.8)
+    assert str(hidden).splitlines()[2].split()[-4:] == ["1e+03", "0", "0", "800"]
+    assert "All programs together" not in str(hidden)
     # Two messages of 0.8 seconds beside the same half of the products; another round.
     (each,) = priced(across=0.1e9, overlap=0.5).programs[0].collectives
     for kind, covered in (("all-reduce", 0.5), ("all-gather", 1.0)):
@@ -491,9 +505,10 @@ def test_messages_that_are_not_hidden_are_refused():
     assert exposed([late, second], 0.5) == [late]
     report = priced(across=1.0)
     rounds = first._replace(overlap=0.98), second._replace(overlap=0.02)
-    program = dataclasses.replace(report.programs[0], collectives=rounds)
-    with pytest.raises(AssertionError, match="all-gather .* 2 % .* added up with a grad"):
-        aot.check_hidden(dataclasses.replace(report, programs=(program,)))
+    for sent, reason in ((rounds, "added up with a gradient"), (rounds[1:], "schedules")):
+        program = dataclasses.replace(report.programs[0], collectives=sent)
+        with pytest.raises(AssertionError, match=f"all-gather .* 2 % .* {reason}"):
+            aot.check_hidden(dataclasses.replace(report, programs=(program,)))
 
 
 def test_a_message_after_a_product_waits_for_it():
@@ -523,6 +538,8 @@ def test_a_program_that_does_not_fit_says_by_how_much():
     report = priced(fits=False)
     assert not report.fits and report.seconds(report.programs[0]) is None
     assert "no, +1.00 GiB" in str(report) and json.loads(report.to_json())["fits"] is False
+    unknown = dataclasses.replace(report.programs[0], exceeds=None)
+    assert "no, +" not in str(dataclasses.replace(report, programs=(unknown,)))
 
 
 def test_messages_about_memory_are_read():
@@ -555,10 +572,14 @@ def test_a_step_of_ones_own_is_reported_in_all_its_stages():
     x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32, sharding=rows)
     mean = jax.jit(lambda x: (x @ x).mean(0))
     traced = mean.trace(x)
-    reports = [aot.report_of(s) for s in (traced, traced.lower(), traced.lower().compile())]
+    lowered = traced.lower()
+    compiled = lowered.compile()
+    reports = [aot.report_of(s, bandwidth=2e9) for s in (traced, lowered, compiled)]
     for report in reports:
         (program,) = report.programs
         assert [c.kind for c in program.collectives] == ["all-reduce"]
+        assert program.bytes_accessed == compiled.cost_analysis()["bytes accessed"]
+        assert report.bandwidth == 2e9
     assert reports[0].programs[0].flops == 2 * 64**3
 
 

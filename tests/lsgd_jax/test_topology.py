@@ -85,6 +85,7 @@ def test_unequal_degrees():
     assert star.out_degrees.tolist() == [[3, 1, 1, 1]]
     assert star.mixing[0, :, 0].tolist() == [0.25] * 4
     assert not star.balanced
+    assert topology.from_edges([[]], num_workers=1).out_degrees.tolist() == [[0]]
 
 
 # Columns sum to 1; rows do not.

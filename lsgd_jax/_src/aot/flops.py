@@ -16,8 +16,8 @@ def flops(jaxpr: Any) -> int:
     expensive branch.
 
     >>> import jax, jax.numpy as jnp
-    >>> f = lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w)
-    >>> flops(jax.make_jaxpr(f)(jnp.ones((10, 4, 4)), jnp.ones((8, 4))))
+    >>> f = lambda w, x: jax.lax.scan(lambda x, w: (x @ w @ w.T, None), x, w)
+    >>> flops(jax.make_jaxpr(f)(jnp.ones((10, 4, 2)), jnp.ones((8, 4))))
     2560
     """
     inner = getattr(jaxpr, "jaxpr", jaxpr)

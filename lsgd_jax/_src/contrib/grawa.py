@@ -133,8 +133,9 @@ def inverse_weights(norms: Array, power: float) -> Array:
     Returns:
       float [W, B], columns that sum to 1, or to 0 if no worker counts.
 
-    >>> inverse_weights(jnp.array([[1.0], [3.0], [jnp.nan]]), 1.0).tolist()
-    [[0.75], [0.25], [0.0]]
+    >>> norms = jnp.array([[1e-30, 1.0], [3e-30, 1.0], [jnp.nan, jnp.nan]])
+    >>> inverse_weights(norms, 1.0).tolist()
+    [[0.75, 0.5], [0.25, 0.5], [0.0, 0.0]]
     """
     counts = jnp.isfinite(norms)
     largest = jnp.where(counts, norms, 0).max(axis=0, keepdims=True)

@@ -113,6 +113,8 @@ def test_a_complex_leaf_is_exchanged_under_its_own_path():
     half = complex(np.nan, 1)
     after = lj.apply_updates(jnp.array([half, 1j]), jnp.array([2 + 3j, 4 + 1j]))
     assert after.tolist() == [2 + 4j, 4 + 2j]
+    fine = lj.apply_updates(jnp.float32(1 + 2**-20), jnp.bfloat16(1))
+    assert fine == 2 + 2**-20
 
 
 def test_leaves_that_cannot_be_summed_must_be_excluded():

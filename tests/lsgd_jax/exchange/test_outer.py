@@ -13,6 +13,7 @@ from harness import (
     GUARDED,
     KINDS,
     METHODS,
+    RULES,
     UNLIKE,
     after,
     around,
@@ -30,7 +31,8 @@ from jax.sharding import PartitionSpec as P
 import lsgd_jax as lj
 
 
-PULLS = [name for name in KINDS if not (METHODS[name].first or METHODS[name].around)]
+PULLING = [name for name in RULES if not (METHODS[name].first or METHODS[name].around)]
+PULLS = [name for name in PULLING if name in KINDS]
 BAD = 1
 
 
@@ -73,6 +75,20 @@ def test_the_numbers_are_those_of_the_chain(name):
         np.testing.assert_array_equal(mine.restored, other.restored)
         assert mine.bytes_sent == other.bytes_sent and not mine.misplaced.any()
     assert step._cache_size() == 1
+
+
+# Rules that read the parameters before the step.
+READING = (
+    "easgd_combine palsgd sparta grawa grawa+layers parle dpsgd adpsgd sgp osgp "
+    "osgp_delayed median_worker sgp+int8"
+).split()
+
+
+def test_only_rules_that_read_them_keep_a_copy_of_the_parameters():
+    methods = {name: METHODS[name].make(4) for name in PULLING}
+    methods["neighbors"] = lj.exchange(lj.Pull(lj.rules.neighbors(lj.topology.ring), 1.0))
+    keep = [name for name, method in methods.items() if lj.outer(method).remembers]
+    assert keep == READING
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_stacked_layers_have_the_fragments_of_separate_layers(name):
 
 LATE = {"delay": 3, "scan_axis": 0}
 TURNS = {
-    "at_once": {"scan_axis": 0, "fragments": 2},
+    "at_once": {"scan_axis": 0, "fragments": 2, "check": "every_step"},
     "int8": {**LATE, "wire": "int8"},
     "by_path": {**LATE, "scan_axis": {"layers": 0}, "verify": True},
     "guard": {**LATE, "guard": lj.Guard(warmup=2, layerwise=True), "fragments": 2},
@@ -198,17 +198,18 @@ TURNS = {
 def test_fragments_that_share_a_program_compute_what_each_of_them_computes(name):
     """In the memory of a host every fragment has a state and a program of its own.
 
-    A worker is not finite at one step, and restored.
+    A worker is not finite at one step, and restored; another one between two exchanges.
     """
     options = {"fragments": 4, "part": ["layers"], **TURNS[name]}
     period = 2 * options["fragments"]
     make = functools.partial(lj.diloco, period, optax.sgd(0.7, 0.9), 0.3, **options)
-    workers, draw = lj.Workers(1, 2), np.random.default_rng(0).normal
-    rows = lambda x: draw(size=(2, *x.shape)).astype(np.float32)
+    workers, draw = lj.Workers(1, 3), np.random.default_rng(0).normal
+    rows = lambda x: draw(size=(3, *x.shape)).astype(np.float32)
     tree = {name: np.zeros([4, *shape]) for name, shape in {"w": (3, 2), "b": (5,)}.items()}
     tree = {"embed": np.zeros(7), "layers": tree}
     start, *grads = [jax.tree.map(rows, tree) for _ in range(2 * period + 4)]
-    grads[7]["layers"]["w"][1, 2] = np.nan
+    grads[9]["layers"]["w"][1, 2] = np.nan
+    grads[6]["layers"]["b"][0, 0] = np.nan
 
     def trained(method):
         tx = optax.chain(optax.sgd(0.1), method)
@@ -248,6 +249,9 @@ def test_fragments_of_stacked_layers_have_the_same_size(count, scan_axis):
     for pull, part in zip(pulls, taken):
         back = parts.put_back(pull.part, part, back)
     jax.tree.map(np.testing.assert_array_equal, back, tree)
+    # What follows the layers is the last of embedding, 12 layers and norm.
+    last = parts.select(lj.fragment(13, 14, scan_axis={"layers": 0}), tree)
+    assert [x.shape for x in jax.tree.leaves(last)] == [(8,)]
 
 
 def test_invalid_scan_axes_are_refused():

@@ -46,6 +46,10 @@ def test_the_phases_of_a_delay_beyond_one_step():
     # Before the first step there was none whose parameters could be sent.
     early = lj.exchange(lj.Pull(lj.rules.average(), 1.0, every=4, offset=1, delay=1))
     assert [str(early.phase(t)) for t in (1, 5)] == ["land 0", "send 0, land 0"]
+    # Two pulls are due at one step only after the period of the first one has changed.
+    first = lj.Pull(lj.rules.average(), 1.0, every=lj.Periods({0: 2, 8: 3}))
+    both = lj.exchange(first, lj.Pull(lj.rules.average(), 1.0, every=4, offset=1))
+    assert {*both.phases()} == {*map(both.phase, range(2, 60))}
 
 
 def test_a_phase_names_the_round_of_a_graph():

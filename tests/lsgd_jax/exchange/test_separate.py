@@ -117,6 +117,11 @@ def test_the_bits_are_those_of_the_chain(name):
         check_same((params, state), expected)
     (*_, level) = lj.diagnostics(state)
     assert level.exchanges and not level.misplaced.any()
+    # Parameters that another program has moved are noticed.
+    params, state = expected
+    moved = jax.tree.map(lambda x: x + 1, params)
+    _, (_, own), _ = defer(moved, state, target)
+    assert own.misplaced.tolist() == [1] * 4
 
 
 def test_the_step_sends_nothing_and_an_omitted_exchange_counts_as_misplaced():

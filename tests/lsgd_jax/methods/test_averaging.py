@@ -18,7 +18,8 @@ def test_post_local_sgd_switches():
     tx = optax.chain(lj.allreduce(until=3), SGD, lj.local_sgd(3))
     run = Run(tx, 1, 4, 1)
     start = everywhere(mean(run.start), 4)
-    seen, _ = run.train(start=start)
+    seen, state = run.train(start=start)
+    assert state[0].restored.tolist() == [0] * 4
     spread = [float(np.ptp(x["w"], axis=0).max()) for x in seen]
     together = [s < 1e-6 for s in spread]
     assert together == [True, True, True, False, False, True, False, False]

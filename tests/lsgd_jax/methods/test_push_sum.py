@@ -43,6 +43,11 @@ def test_push_sum_conserves_mass(topology):
         s = s_after
         weights.append(np.asarray(rule_of(state).weight))
     assert np.ptp(np.stack(weights), axis=1).max() > 0.1  # weights that are not 1
+    # A worker that is not finite has what lands on it, and nothing else.
+    numerator, weight = jax.tree.map(np.asarray, rule_of(state).in_flight[0])
+    batch = jax.tree.map(lambda g: g.at[2].set(jnp.nan), batch)
+    params, _ = run.compiled(params, state, run.workers.put(batch))
+    close(params["w"][2], numerator["w"][2] / weight[2])
 
 
 @pytest.mark.slow

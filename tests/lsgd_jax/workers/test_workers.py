@@ -185,7 +185,7 @@ def test_replicated_keys_are_split_or_a_warning_names_them(workers):
         assert (own["rng"][1][:, i] == jax.random.split(two[i], W)).all()
     assert bool(own["shared"].value == key)
     with pytest.warns(UserWarning, match=r"same random key at \['rng'\]\[0\], ") as found:
-        copies = workers.replicate(state)
+        copies = lj.Workers(1, 2).replicate(state)
     assert found[0].filename == __file__
     assert (copies["rng"][0] == key).all()
     with pytest.raises(ValueError, match="`keys` must be one of .* got keys='fold'"):

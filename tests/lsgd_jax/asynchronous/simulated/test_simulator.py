@@ -179,6 +179,7 @@ def test_an_all_reduce_is_a_ring_that_the_slowest_link_bounds():
     found = simulate(MEANS, steps=2, speeds=Speeds(0.01, slow={3: 2.0}), collectives=True)
     ring = 2 * 3 / 4 * (4 * SIZE) / NETWORK.bandwidth + 4 * NETWORK.latency
     assert NETWORK.all_reduce(4, 4 * SIZE) == pytest.approx(ring)
+    assert NETWORK.all_reduce(4, 4) == 4 * NETWORK.latency  # small ones take no bandwidth
     begin = 4 * NETWORK.latency  # twice to the coordinator and back, to begin together
     assert found.seconds == pytest.approx(begin + 2 * 0.02 + ring, rel=1e-3)
     waited = [worker.report.waited for worker in found.workers]

@@ -31,13 +31,13 @@ LOSS = dict(loss=0.1, timeout=3.0)
 REJOIN = dict(timeout=3.0, drops={1: 6.5}, joins={1: 12.25})
 
 CASES = {
-    "pulls-lsgd": (Pulls(lj.lsgd(**LEVELS)), {}),
+    "pulls-adpsgd": (Pulls(lj.adpsgd()), {}),
     "pulls-lsgd-budget": (Pulls(lj.lsgd(**LEVELS), budget=True), REJOIN),
     "pulls-diloco-int8": (Pulls(lj.diloco(4, delay=2, wire="int8")), {}),
     "pulls-local_sgd": (Pulls(lj.local_sgd(3)), REJOIN),
     "lsgd": (LSGD(0.5, 0.25, local_period=2, global_period=4), LOSS),
     "lsgd-int8": (LSGD(0.5, 0.25, local_period=2, global_period=4, wire="int8"), REJOIN),
-    "diloco": (DiLoCo(4, **OUTER), REJOIN),
+    "diloco": (DiLoCo(4, **OUTER, together=True), REJOIN),
     "diloco-int8": (DiLoCo(4, **OUTER, delay=2, wire="int8"), LOSS),
     "decoupled": (DecoupledDiLoCo(4, **OUTER), LOSS),
     "decoupled-int8": (DecoupledDiLoCo(4, **OUTER, wire="int8"), {}),
@@ -57,13 +57,13 @@ TRAINING = toys.broken(toys.broken(toys.training(), 2, steps=[5]), 3, steps=[3])
 # For each case the seconds, the bytes that all have sent, the steps of each worker, the sum
 # of its staleness over them, and its Σ k x_k.
 RECORDED = """
-pulls-lsgd 29.28737686 720 12,12,12,12 0,0,0,0 15.876772 11.109813 15.876772 15.876772
+pulls-adpsgd 28.85777686 2112 12,12,12,12 0,0,0,0 9.4729487 2.835482 -0.72939396 11.557595
 pulls-lsgd-budget 25.01793786 760 19,15,12,6 0,0,0,0 14.123424 8.4940623 13.469353 13.469354
 pulls-diloco-int8 27.84737686 0 12,12,12,12 0,0,0,0 8.5927747 8.5927748 8.5927745 8.5927747
 pulls-local_sgd 25.13652887 504 12,12,12,12 0,0,0,0 2.7581135 2.7581134 2.7581138 2.7581135
 lsgd 17.39485442 320 15,10,16,7 0,6,8,2 14.18848 12.546247 10.589526 18.549787
 lsgd-int8 18.89524477 94 16,15,16,8 0,0,8,3 14.180833 11.030961 -11.832251 20.486778
-diloco 21.24670972 1200 16,14,15,7 20,8,20,17 7.1328773 7.3875322 -5.9257293 7.4168428
+diloco 28.23472622 960 15,12,14,9 8,1,7,7 9.9908277 9.913153 -1.0167391 9.913153
 diloco-int8 17.39485442 648 15,10,16,7 22,15,20,18 7.0708835 4.5599193 -7.7374991 12.91263
 decoupled 17.39485442 768 15,10,16,7 26,8,27,5 10.23637 5.3441027 -12.716354 7.0759513
 decoupled-int8 17.39485442 366 15,10,16,7 26,8,28,5 10.256083 5.3818461 -14.121918 7.1189799
