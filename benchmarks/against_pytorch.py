@@ -31,7 +31,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from side_by_side import Step, in_turns, on_random_images, ratios
+from side_by_side import on_random_images
 from usage import (
     add_torch,
     head,
@@ -42,6 +42,7 @@ from usage import (
 )
 
 import lsgd_jax as lj
+from train.accept.turns import Step, in_turns, ratios
 from train.config import WorkersConfig
 from train.launch import free_port
 from train.task import layers

@@ -38,11 +38,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from side_by_side import Step, in_turns, one_device, ratios
+from side_by_side import one_device
 from usage import head, parser, row
 
 import lsgd_jax as lj
 from lsgd_jax import aot
+from train.accept.turns import Step, in_turns, ratios
 from train.launch import free_port
 from train.task.transformer import Transformer
 
