@@ -1,4 +1,4 @@
-"""What benchmarks compare in turns: trainers on random images, and processes of one device."""
+"""Trainers on random images, and processes of one device each, for benchmarks."""
 
 import dataclasses
 from typing import Any

@@ -84,7 +84,7 @@ def _of_index(name: str) -> Case:
         arrays = dict(file)
 
     def tree(prefix: str) -> Trees:
-        return {leaf: np.float32(arrays[f"{prefix}_{leaf}"]) for leaf in ("w", "b")}
+        return {leaf: np.asarray(arrays[f"{prefix}_{leaf}"], np.float32) for leaf in ("w", "b")}
 
     steps = case["steps"]
     first = functools.partial(jax.tree.map, lambda x: x[:steps])
@@ -97,7 +97,7 @@ def _of_index(name: str) -> Case:
         tx,
         tree("x0"),
         first(tree("grads")),
-        np.float32(arrays["losses"][:steps]),
+        np.asarray(arrays["losses"][:steps], np.float32),
         first(tree("params")),
     )
 
@@ -175,7 +175,7 @@ OF_ROWS = {
 
 def as_tree(rows: Any) -> Trees:
     """Rows of 17 numbers, [..., 17], as leaves of 3 x 4 and of 5."""
-    rows = np.float32(rows)
+    rows = np.asarray(rows, np.float32)
     return {"a": rows[..., :12].reshape(*rows.shape[:-1], 3, 4), "b": rows[..., 12:]}
 
 

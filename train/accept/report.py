@@ -1,0 +1,146 @@
+"""The report of an acceptance run: a table, JSON, and the exit status."""
+
+import dataclasses
+import json
+import pathlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import rich.markup
+
+from train.accept.findings import Finding, failed, merged, skipped
+from train.cluster.session import Session
+from train.metrics import progress, tables
+from train.metrics.quantities import number
+from train.process.exit_status import STOPPED, SUCCESS
+from train.process.messages import counted, plain
+
+
+WIDTH = 100  # of a file, which has no width of its own
+
+
+class AcceptReport:
+    """What was found so far.
+
+    Args:
+      parts: the parts that were asked for, in their order.
+
+    Attributes:
+      findings: the findings of the parts that have ended.
+      about: the devices and versions, for the JSON and the last line.
+    """
+
+    def __init__(self, parts: Sequence[str]):
+        self._parts = list(parts)
+        self._began = time.monotonic()
+        self._now: list[Finding] = []
+        self._lock = threading.Lock()
+        self.findings: list[Finding] = []
+        self.about: dict[str, Any] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the report was begun."""
+        return time.monotonic() - self._began
+
+    @property
+    def part(self) -> str:
+        """The part that is being checked, or '' after the last one."""
+        return self._parts[0] if self._parts else ""
+
+    @property
+    def status(self) -> int:
+        """0 if checks have passed and none has failed, otherwise 1."""
+        verdicts = {finding.verdict for finding in self.findings}
+        return SUCCESS if "passed" in verdicts and "failed" not in verdicts else STOPPED
+
+    def note(self, finding: Finding) -> None:
+        """Adds a finding of this process to the part that is being checked."""
+        with self._lock:
+            self._now.append(finding)
+
+    def close_part(self, session: Session) -> None:
+        """Ends a part with the findings of all processes, which must call this together."""
+        mine = json.dumps([dataclasses.asdict(finding) for finding in self._now])
+        of_each = [
+            [Finding(**fields) for fields in json.loads(text)]
+            for text in session.gather(mine)
+        ]
+        found = merged(self.part, of_each)
+        with self._lock:
+            if not found:
+                found = [failed(self.part, "the whole part", "it made no check")]
+            self.findings += found
+            self._now = []
+            del self._parts[0]
+
+    def give_up(self, reason: str) -> None:
+        """Ends the report early: the current part has failed, and the rest is skipped."""
+        with self._lock:
+            self.findings += self._now
+            if self._parts:
+                self.findings.append(failed(self._parts[0], "the whole part", reason))
+            for part in self._parts[1:]:
+                self.findings.append(skipped(part, "the whole part", "no time left"))
+            self._parts = []
+
+    def write(self, path: pathlib.Path) -> None:
+        """Writes the report as JSON."""
+        whole = {
+            "accepted": self.status == SUCCESS,
+            "seconds": round(self.seconds, 1),
+            **self.about,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+    def show(self) -> None:
+        """Prints the table, the reasons, and the verdict in the last line."""
+        console = progress.console(markup=False)
+        if not console.is_terminal:
+            console.width = max(console.width, WIDTH)
+        console.print(tables.aligned([row_of(finding) for finding in self.findings]))
+        for finding in self.findings:
+            if finding.reason:
+                line = f"{finding.part}, {finding.name}: {finding.verdict}: "
+                console.print(plain(line + finding.reason), soft_wrap=True)
+        console.print(self.verdict(), soft_wrap=True)
+
+    def verdict(self) -> str:
+        """The last line.
+
+        >>> AcceptReport([]).verdict()
+        'not accepted: 0 checks passed, 0 failed, 0 skipped, in 0 s'
+        """
+        counts = {"passed": 0, "failed": 0, "skipped": 0}
+        for finding in self.findings:
+            counts[finding.verdict] += 1
+        words = "accepted" if self.status == SUCCESS else "not accepted"
+        on = f" on {self.about['on']}," if "on" in self.about else ""
+        return (
+            f"{words}:{on} {counted(counts['passed'], 'check')} passed, "
+            f"{counts['failed']} failed, {counts['skipped']} skipped, in {self.seconds:.0f} s"
+        )
+
+
+def row_of(finding: Finding) -> dict[str, str]:
+    """The row of a finding in the table.
+
+    >>> row_of(Finding("steps", "quiet", "passed", None, 1.034, 1.15))
+    {'check': 'steps, quiet', 'expected': '', 'seen': '1.03', 'limit': '1.15', 'verdict': 'passed'}
+    """
+
+    def text(value: float | None) -> str:
+        if value is None:
+            return ""
+        return f"{number(value)} {finding.unit}".strip()
+
+    return {
+        "check": f"{finding.part}, {finding.name}",
+        "expected": text(finding.expected),
+        "seen": text(finding.seen),
+        "limit": text(finding.limit),
+        "verdict": finding.verdict,
+    }
