@@ -84,7 +84,9 @@ def _of_index(name: str) -> Case:
         arrays = dict(file)
 
     def tree(prefix: str) -> Trees:
-        return {leaf: np.asarray(arrays[f"{prefix}_{leaf}"], np.float32) for leaf in ("w", "b")}
+        return {
+            leaf: np.asarray(arrays[f"{prefix}_{leaf}"], np.float32) for leaf in ("w", "b")
+        }
 
     steps = case["steps"]
     first = functools.partial(jax.tree.map, lambda x: x[:steps])

@@ -8,8 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import rich.markup
-
 from train.accept.findings import Finding, failed, merged, skipped
 from train.cluster.session import Session
 from train.metrics import progress, tables
