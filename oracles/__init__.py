@@ -72,6 +72,11 @@ def load(name: str) -> Case:
     raise ValueError(f"`name` must be one of {', '.join(NAMES)}, got name={name!r}")
 
 
+def as_float32(numbers: Any) -> np.ndarray:
+    """The numbers in the precision in which the methods compute."""
+    return np.asarray(numbers, np.float32)
+
+
 # Methods up to 2023
 
 
@@ -84,9 +89,7 @@ def _of_index(name: str) -> Case:
         arrays = dict(file)
 
     def tree(prefix: str) -> Trees:
-        return {
-            leaf: np.asarray(arrays[f"{prefix}_{leaf}"], np.float32) for leaf in ("w", "b")
-        }
+        return {leaf: as_float32(arrays[f"{prefix}_{leaf}"]) for leaf in ("w", "b")}
 
     steps = case["steps"]
     first = functools.partial(jax.tree.map, lambda x: x[:steps])
@@ -99,7 +102,7 @@ def _of_index(name: str) -> Case:
         tx,
         tree("x0"),
         first(tree("grads")),
-        np.asarray(arrays["losses"][:steps], np.float32),
+        as_float32(arrays["losses"][:steps]),
         first(tree("params")),
     )
 
@@ -177,7 +180,7 @@ OF_ROWS = {
 
 def as_tree(rows: Any) -> Trees:
     """Rows of 17 numbers, [..., 17], as leaves of 3 x 4 and of 5."""
-    rows = np.asarray(rows, np.float32)
+    rows = as_float32(rows)
     return {"a": rows[..., :12].reshape(*rows.shape[:-1], 3, 4), "b": rows[..., 12:]}
 
 

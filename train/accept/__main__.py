@@ -14,8 +14,8 @@ many processes under any launcher. The parts are
   program and as the run counts them, and the share of an exchange that a delay hides;
 - steps: a quiet and a due step beside the base optimizer's.
 
-The exit status is 0 if all checks that are possible here have passed, 1 if one has failed or
-there was no time left for it, and 2 for wrong usage.
+The exit status is 0 if all checks that are possible here have passed, 1 if one has failed
+or there was no time left for it, and 2 for wrong usage.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from train import launch
 from train.accept import options as accept_options
 from train.accept import recovery, victim
 from train.accept.findings import Finding, failed
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     session = Session()
     try:
+        os.environ.pop(launch.TOLD, None)  # the runs below are not to be resumed
         options = accept_options.parse(arguments, __doc__)
         report = AcceptReport(options.parts)
         config = victim.config_of(options)
@@ -105,12 +107,12 @@ def found(report: AcceptReport, check: Iterable[Finding], session: Session) -> N
 def about(session: Session) -> dict[str, Any]:
     """The devices and the versions."""
     devices = counted(jax.device_count(), f"{jax.default_backend()} device")
-    processes = counted(session.num_processes, "process").replace("processs", "processes")
+    count = session.num_processes
     return {
-        "on": f"{devices} in {processes}",
+        "on": f"{devices} in {count} process{'es' * (count > 1)}",
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "processes": session.num_processes,
+        "processes": count,
         "versions": numerics.versions(),
     }
 

@@ -6,6 +6,7 @@ Then the processes themselves resume the run, and train another one without a br
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -125,7 +126,7 @@ def check(killed: Killed | str, config: Config, session: Session) -> Iterator[Fi
         good = sum(status in MISSES_ANOTHER for status in others)
         yield near(PART, "processes that noticed", good, len(others), 0.0)
     run_dir = killed.folder / "killed"
-    steps = int(session.of_main(lambda: str(latest(run_dir, session)))) + MORE
+    steps = int(session.of_main(lambda: str(latest(run_dir)))) + MORE
     resumed, began = trained(
         victim.on_all_devices(config, run_dir, steps=steps, resume=True), session
     )
@@ -140,7 +141,7 @@ def check(killed: Killed | str, config: Config, session: Session) -> Iterator[Fi
         shutil.rmtree(killed.folder, ignore_errors=True)
 
 
-def latest(run_dir: pathlib.Path, session: Session) -> int:
+def latest(run_dir: pathlib.Path) -> int:
     """The step of the latest checkpoint of a run, 0 if there is none."""
     found = (run_dir / CHECKPOINTS).glob("*")
     return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
@@ -155,7 +156,8 @@ def trained(config: Config, session: Session) -> tuple[Any, int]:
     run = open_run(config, session)
     began = run.step
     run.stopwatch.start()
-    with contextlib.closing(run.metrics), run.stop_signals:
+    unseen = contextlib.redirect_stdout(io.StringIO())  # its progress
+    with contextlib.closing(run.metrics), run.stop_signals, unseen:
         loop.take_steps(run)
     run.checkpoints.close()
     session.wait_for_all()

@@ -112,22 +112,23 @@ class AcceptReport:
         >>> AcceptReport([]).verdict()
         'not accepted: 0 checks passed, 0 failed, 0 skipped, in 0 s'
         """
-        counts = {"passed": 0, "failed": 0, "skipped": 0}
-        for finding in self.findings:
-            counts[finding.verdict] += 1
+        verdicts = [finding.verdict for finding in self.findings]
+        passed = counted(verdicts.count("passed"), "check")
+        failed = verdicts.count("failed")
+        skipped = verdicts.count("skipped")
         words = "accepted" if self.status == SUCCESS else "not accepted"
         on = f" on {self.about['on']}," if "on" in self.about else ""
         return (
-            f"{words}:{on} {counted(counts['passed'], 'check')} passed, "
-            f"{counts['failed']} failed, {counts['skipped']} skipped, in {self.seconds:.0f} s"
+            f"{words}:{on} {passed} passed, {failed} failed, {skipped} skipped, in "
+            f"{self.seconds:.0f} s"
         )
 
 
 def row_of(finding: Finding) -> dict[str, str]:
     """The row of a finding in the table.
 
-    >>> row_of(Finding("steps", "quiet", "passed", None, 1.034, 1.15))
-    {'check': 'steps, quiet', 'expected': '', 'seen': '1.03', 'limit': '1.15', 'verdict': 'passed'}
+    >>> list(row_of(Finding("memory", "peak", "passed", 200, 210.3, 20, "MB")).values())
+    ['memory, peak', '200 MB', '210 MB', '20 MB', 'passed']
     """
 
     def text(value: float | None) -> str:
