@@ -23,6 +23,7 @@ from oracles import by_hand
 FOLDER = pathlib.Path(__file__).parent
 SETUP = ("method", "nodes", "locals", "steps", "lr")
 
+Method = optax.GradientTransformationExtraArgs
 Trees = Any  # a tree of float32 arrays, {name: [steps, W, ...]}
 
 
@@ -46,7 +47,7 @@ class Case:
     method: str
     nodes: int
     locals: int
-    tx: optax.GradientTransformation
+    tx: Method
     start: Trees
     gradients: Trees
     losses: np.ndarray
@@ -107,10 +108,12 @@ def _of_index(name: str) -> Case:
     )
 
 
-def _transformation(case: dict[str, Any]) -> tuple[str, optax.GradientTransformation]:
+def _transformation(
+    case: dict[str, Any],
+) -> tuple[str, Method]:
     """The public name of the method of a case, and the method with SGD."""
     count = case["nodes"] * case["locals"]
-    settings = {key: value for key, value in case.items() if key not in SETUP}
+    settings: dict[str, Any] = {k: x for k, x in case.items() if k not in SETUP}
     name = case["method"]
     base = optax.sgd(case["lr"])
     if name == "allreduce":
@@ -145,12 +148,13 @@ def _edit(period, rate, momentum, alpha, level="model", **options):
 
 def _decoupled(period, tokens, steps, merge):
     weights = tuple(n * n / k for n, k in zip(tokens, steps))
-    return lj.diloco(period, merge={"rda": "radial", "avg": "mean"}[merge], weights=weights)
+    merges: dict[str, Any] = {"rda": "radial", "avg": "mean"}
+    return lj.diloco(period, merge=merges[merge], weights=weights)
 
 
 def _sparseloco(k, chunk, period, decay, rate, bins=None, aggregate="mean"):
     bits = None if bins is None else bins.bit_length() - 1
-    options = k / chunk, chunk, bits, decay, aggregate
+    options: Any = k / chunk, chunk, bits, decay, aggregate
     return lj.contrib.sparse_diloco(period, rate, *options)
 
 

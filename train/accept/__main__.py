@@ -131,14 +131,15 @@ def ended_in_time(
 
     def end() -> None:
         reason = f"it had not ended after {options.minutes:g} minutes"
-        if session is None:
-            print(f"error: {reason}: the processes have not met", file=sys.stderr)
-        elif session.is_main:
-            report.give_up(reason)
-            finished(report, options, session)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(STOPPED)
+        try:
+            if session is None:
+                line = f"error: {reason}: the processes have not met"
+                print(line, file=sys.stderr, flush=True)
+            elif session.is_main:
+                report.give_up(reason)
+                finished(report, options, session)
+        finally:
+            os._exit(STOPPED)
 
     is_later = session is not None and not session.is_main
     left = 60 * options.minutes - report.seconds + LATER_S * is_later
@@ -154,9 +155,9 @@ def ended_in_time(
 def finished(report: AcceptReport, options: AcceptOptions, session: Session) -> int:
     """Prints and writes the report in the main process. Returns the exit status."""
     if session.is_main:
+        report.show()
         if options.json is not None:
             report.write(options.json)
-        report.show()
     return report.status
 
 

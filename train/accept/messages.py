@@ -11,7 +11,7 @@ import lsgd_jax as lj
 from train.accept.findings import Finding, near, skipped
 from train.accept.steps import milliseconds
 from train.accept.subject import Subject, subject
-from train.accept.turns import Step
+from train.accept.turns import Arm, Step
 from train.cluster.session import Session
 
 
@@ -25,6 +25,9 @@ HIDDEN = "diloco, delay 1: share of a due step's cost that the delay hides"
 
 def check(session: Session) -> Iterator[Finding]:
     """Yields findings about the bytes of each method, and about the hidden share."""
+    if jax.device_count() == 1:
+        yield skipped(PART, "bytes", "one device sends nothing to others")
+        return
     for name in COUNTED:
         yield from of_bytes(name)
     yield of_hidden_share(session)
@@ -32,19 +35,14 @@ def check(session: Session) -> Iterator[Finding]:
 
 def of_bytes(name: str) -> list[Finding]:
     """Compares the bytes that aot reads in a program with those that its run counts."""
-    due = f"{name}: bytes of a due step"
-    quiet = f"{name}: bytes of a quiet step"
-    if jax.device_count() == 1:
-        reason = "one device sends nothing to others"
-        return [skipped(PART, due, reason), skipped(PART, quiet, reason)]
     one = subject(name)
     programs = [one.whole(one.phase(is_due)) for is_due in (True, False)]
     predicted = [sent_by(lj.aot.report_of(program)) for program in programs]
     counted = [counted_by(one, program) for program in programs]
     limit = FLAGS + SHARE * predicted[0]
     return [
-        near(PART, due, counted[0], predicted[0], limit, "B"),
-        near(PART, quiet, counted[1], predicted[1], 0.0, "B"),
+        near(PART, f"{name}: bytes of a due step", counted[0], predicted[0], limit, "B"),
+        near(PART, f"{name}: bytes of a quiet step", counted[1], predicted[1], 0.0, "B"),
     ]
 
 
@@ -84,8 +82,6 @@ def of_hidden_share(session: Session) -> Finding:
     It is (due - delayed) / (due - quiet), of the seconds of a step whose message is sent
     and taken at once, of one whose message travels beside the gradient, and of a quiet one.
     """
-    if jax.device_count() == 1:
-        return skipped(PART, HIDDEN, "not measured: one device sends nothing to others")
     at_once = subject("diloco")
     due = at_once.whole(at_once.phase(is_due=True))
     if lj.aot.report_of(due).pod.chip is None:
@@ -95,7 +91,7 @@ def of_hidden_share(session: Session) -> Finding:
     delayed = subject("diloco, delay 1")
     late = delayed.whole(delayed.phase(is_due=True))
     quiet = delayed.whole(delayed.phase(is_due=False))
-    arms = {
+    arms: dict[str, Arm] = {
         "due": Step(due, at_once.state, at_once.given),
         "delayed": Step(late, delayed.state, delayed.given),
         "quiet": Step(quiet, delayed.state, delayed.given),

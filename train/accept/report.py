@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ class AcceptReport:
         self._began = time.monotonic()
         self._now: list[Finding] = []
         self._lock = threading.Lock()
+        self._out = sys.stdout
         self.findings: list[Finding] = []
         self.about: dict[str, Any] = {}
 
@@ -90,13 +93,13 @@ class AcceptReport:
             "accepted": self.status == SUCCESS,
             "seconds": round(self.seconds, 1),
             **self.about,
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "findings": [fields_of(finding) for finding in self.findings],
         }
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     def show(self) -> None:
         """Prints the table, the reasons, and the verdict in the last line."""
-        console = progress.console(markup=False)
+        console = progress.console(markup=False, file=self._out)
         if not console.is_terminal:
             console.width = max(console.width, WIDTH)
         console.print(tables.aligned([row_of(finding) for finding in self.findings]))
@@ -105,6 +108,7 @@ class AcceptReport:
                 line = f"{finding.part}, {finding.name}: {finding.verdict}: "
                 console.print(plain(line + finding.reason), soft_wrap=True)
         console.print(self.verdict(), soft_wrap=True)
+        self._out.flush()
 
     def verdict(self) -> str:
         """The last line.
@@ -122,6 +126,19 @@ class AcceptReport:
             f"{words}:{on} {passed} passed, {failed} failed, {skipped} skipped, in "
             f"{self.seconds:.0f} s"
         )
+
+
+def fields_of(finding: Finding) -> dict[str, Any]:
+    """The fields of a finding for JSON, which knows no numbers that are not finite.
+
+    >>> fields_of(Finding("steps", "quiet", "failed", seen=float("nan")))["seen"]
+    'nan'
+    """
+    fields = dataclasses.asdict(finding)
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            fields[name] = str(value)
+    return fields
 
 
 def row_of(finding: Finding) -> dict[str, str]:

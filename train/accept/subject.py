@@ -117,10 +117,8 @@ class Subject:
         self, params: Any, inner: Any, outer: Any, tokens: Any, *, phase: lj.Phase
     ) -> Any:
         loss, gradient = self._gradient(params, tokens)
-        tx = optax.chain(self._base, self.method)
-        updates, (inner, outer) = tx.update(
-            gradient, (inner, outer), params, value=loss, phase=phase
-        )
+        updates, inner = self._base.update(gradient, inner, params)
+        updates, outer = self.method.update(updates, outer, params, value=loss, phase=phase)
         return lj.apply_updates(params, updates), inner, outer
 
     def _exchange_step(
@@ -133,7 +131,7 @@ class Subject:
 
     def _gradient(self, params: Any, tokens: Any) -> tuple[Any, Any]:
         def loss_of(params: Any) -> Any:
-            logits = self._network.apply({"params": params}, tokens[:, :-1])
+            logits: Any = self._network.apply({"params": params}, tokens[:, :-1])
             each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
             return each.mean()
 
@@ -153,7 +151,6 @@ def subject(name: str) -> Subject:
     return Subject(name)
 
 
-@functools.cache
 def started(network: Transformer) -> Any:
     """A network's initial parameters, on the host."""
     variables = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))

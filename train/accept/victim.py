@@ -13,11 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-
-import jax
+from typing import Any
 
 from configs.digits import CONFIG
 from train.accept.options import AcceptOptions, parse
+from train.accept.subject import grid
 from train.cluster import rendezvous
 from train.config import Config, WorkersConfig, methods
 from train.process import command, compilation_cache
@@ -50,12 +50,9 @@ def config_of(options: AcceptOptions) -> Config:
     )
 
 
-def on_all_devices(config: Config, folder: pathlib.Path, **changes: object) -> Config:
+def on_all_devices(config: Config, folder: pathlib.Path, **changes: Any) -> Config:
     """A run in a folder with one worker per device, or two on a single device."""
-    count = jax.device_count()
-    processes = jax.process_count()
-    grid = (1, 2) if count == 1 else (processes, count // processes)
-    workers = WorkersConfig(*grid)
+    workers = WorkersConfig(*grid())
     return dataclasses.replace(config, workers=workers, run_dir=str(folder), **changes)
 
 
