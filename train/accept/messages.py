@@ -60,7 +60,8 @@ def sent_by(report: lj.aot.Report) -> float:
     >>> sent_by(lj.aot.report_of(jax.jit(jnp.sum).lower(jnp.ones(8))))
     0.0
     """
-    return sum(x.times * operand(x) for p in report.programs for x in p.collectives)
+    found = [x.times * operand(x) for p in report.programs for x in p.collectives]
+    return math.fsum(found)
 
 
 def operand(each: lj.aot.Collective) -> float:

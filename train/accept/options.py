@@ -31,7 +31,7 @@ class AcceptOptions:
       distributed: how processes that were started together meet, as in `python -m train`.
     """
 
-    only: str = ""
+    only: str | None = None
     minutes: float = 5.0
     json: pathlib.Path | None = None
     runs: pathlib.Path = pathlib.Path("runs")
@@ -40,8 +40,12 @@ class AcceptOptions:
     @property
     def parts(self) -> list[str]:
         """The parts to check, in their order."""
-        chosen = self.only.split(",") if self.only else list(PARTS)
-        return [part for part in PARTS if part in chosen]
+        return [part for part in PARTS if part in self.named]
+
+    @property
+    def named(self) -> list[str]:
+        """The parts as they were given."""
+        return list(PARTS) if self.only is None else self.only.split(",")
 
 
 def parse(arguments: Sequence[str], text: str | None = None) -> AcceptOptions:
@@ -55,7 +59,7 @@ def parse(arguments: Sequence[str], text: str | None = None) -> AcceptOptions:
       ValueError: a wrong command line.
     """
     options = cli.run(AcceptOptions, arguments, PROGRAM, description=text)
-    for part in options.only.split(",") if options.only else ():
+    for part in options.named:
         if part not in PARTS:
             raise ValueError(
                 f"--only must name parts from {', '.join(PARTS)}, got {part!r}"
@@ -65,6 +69,6 @@ def parse(arguments: Sequence[str], text: str | None = None) -> AcceptOptions:
         raise ValueError(f"--minutes must be above 0, got {options.minutes:g}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(
-            f"--json must be a file in a folder that exists, got {options.json}"
+            f"--json must name a file in a folder that exists, got {options.json}"
         )
     return options

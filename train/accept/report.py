@@ -150,7 +150,7 @@ def row_of(finding: Finding) -> dict[str, str]:
 
     def text(value: float | None) -> str:
         if value is None:
-            return ""
+            return "-"
         return f"{number(value)} {finding.unit}".strip()
 
     return {

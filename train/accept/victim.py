@@ -20,7 +20,8 @@ from train.accept.options import AcceptOptions, parse
 from train.accept.subject import grid
 from train.cluster import rendezvous
 from train.config import Config, WorkersConfig, methods
-from train.process import command, compilation_cache
+from train.process import command
+from train.process.exit_status import WRONG_USAGE
 from train.run import loop
 from train.run.folder import CHECKPOINTS
 from train.run.open import open_run
@@ -56,6 +57,20 @@ def on_all_devices(config: Config, folder: pathlib.Path, **changes: Any) -> Conf
     return dataclasses.replace(config, workers=workers, run_dir=str(folder), **changes)
 
 
+def new_folder(runs: pathlib.Path) -> str:
+    """Creates a folder for the runs.
+
+    Raises:
+      ValueError: it cannot be created.
+    """
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix="accept-", dir=runs.absolute())
+    except OSError as error:
+        reason = f"{error.strerror}, got {runs}"
+        raise ValueError(f"--runs must name a folder to write to: {reason}") from error
+
+
 def kill_after(checkpoints: pathlib.Path) -> None:
     """Ends this process by SIGKILL as soon as there is a whole checkpoint."""
     while not any(path.name.isdecimal() for path in checkpoints.glob("*")):
@@ -69,13 +84,10 @@ def main(arguments: list[str]) -> int:
     config = config_of(options)
     session = rendezvous.join(config)
     with session.ended_by_errors():
-        compilation_cache.use(say=False)
-
-        def make() -> str:
-            options.runs.mkdir(parents=True, exist_ok=True)
-            return tempfile.mkdtemp(prefix="accept-", dir=options.runs.absolute())
-
-        folder = pathlib.Path(session.of_main(make))
+        try:
+            folder = pathlib.Path(session.of_main(lambda: new_folder(options.runs)))
+        except ValueError as error:
+            return session.leave(WRONG_USAGE, str(error))
         told = [str(folder), session.process_id, session.num_processes]
         print(TELLS + json.dumps(told), flush=True)
         run = open_run(on_all_devices(config, folder / "killed"), session)
