@@ -151,7 +151,8 @@ def subject(name: str) -> Subject:
     return Subject(name)
 
 
-def started(network: Transformer) -> Any:
+@functools.cache
+def started(network: Any) -> Any:
     """A network's initial parameters, on the host."""
     variables = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return jax.device_get(variables["params"])
