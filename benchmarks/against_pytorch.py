@@ -42,7 +42,7 @@ from usage import (
 )
 
 import lsgd_jax as lj
-from train.accept.turns import Step, in_turns, ratios
+from train.accept.turns import TimedStep, in_turns, ratios
 from train.config import WorkersConfig
 from train.launch import free_port
 from train.task import layers
@@ -192,7 +192,7 @@ def convolutions(options: Any) -> None:
         row(name, *cells)
 
 
-def in_jax(side, inputs, outputs, size, padding) -> dict[str, Step]:
+def in_jax(side, inputs, outputs, size, padding) -> dict[str, TimedStep]:
     """Returns a convolution and its gradients as arms."""
     x = jnp.ones((BATCH, side, side, inputs))
     kernel = jnp.ones((size, size, inputs, outputs))
@@ -215,10 +215,10 @@ def in_jax(side, inputs, outputs, size, padding) -> dict[str, Step]:
     }
 
 
-def arm(fn: Callable[..., jax.Array], *args: jax.Array) -> Step:
+def arm(fn: Callable[..., jax.Array], *args: jax.Array) -> TimedStep:
     """Returns a function of constant arguments as an arm."""
     call = jax.jit(fn)
-    return Step(lambda _, *args: [call(*args)], [None], *args)
+    return TimedStep(lambda _, *args: [call(*args)], [None], *args)
 
 
 def main() -> None:

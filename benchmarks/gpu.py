@@ -40,7 +40,7 @@ from usage import head, parser, row
 import lsgd_jax as lj
 from lsgd_jax import aot
 from train.accept.subject import started
-from train.accept.turns import Step, in_turns, ratios
+from train.accept.turns import TimedStep, in_turns, ratios
 from train.task.transformer import Transformer
 
 
@@ -288,7 +288,7 @@ def workers(options, sizes):
 
 
 def network_arm(network, count, batch):
-    return Step(*network_step(network, count, batch))
+    return TimedStep(*network_step(network, count, batch))
 
 
 def network_step(network, count, batch):
@@ -330,7 +330,7 @@ def models(options, sizes):
         report = aot.report_of(step.trace(*state))
         millions = sum(x.size for x in jax.tree.leaves(state[0])) / 1e6
         case = f"{millions:.4g} M {network.dtype}, context {network.context}, batch {batch}"
-        times = timed(sizes, {"model": Step(step, state)})["model"]
+        times = timed(sizes, {"model": TimedStep(step, state)})["model"]
         seconds = report.mean_seconds()
         if seconds:
             yield row_of(case, times, "computed", [1e3 * seconds.step] * len(times))
@@ -420,7 +420,7 @@ class Pulling:
 
         return self._grid.map(step, donate=(0, 1, 2) if donate else ())
 
-    def arms(self) -> dict[str, Step]:
+    def arms(self) -> dict[str, TimedStep]:
         """Returns the optimizer alone, and with a pull that is due, or not, or never."""
         steps = {
             "alone": self.step(),
@@ -428,7 +428,9 @@ class Pulling:
             "a step that is not due": self.step(NEVER),
             "a step compiled with due=False": self.step(NEVER, due=False),
         }
-        return {name: Step(step, self.state, *self.given) for name, step in steps.items()}
+        return {
+            name: TimedStep(step, self.state, *self.given) for name, step in steps.items()
+        }
 
 
 def memory(options, sizes):
@@ -442,7 +444,7 @@ def memory(options, sizes):
     plan = step.lower(*pulling.state, *pulling.given).compile().memory_analysis()
     planned = plan.argument_size_in_bytes + plan.output_size_in_bytes
     planned += plan.temp_size_in_bytes - plan.alias_size_in_bytes
-    Step(step, pulling.state, *pulling.given).seconds_per_step(3)
+    TimedStep(step, pulling.state, *pulling.given).seconds_per_step(3)
     stats = jax.devices()[0].memory_stats() or {}  # CPUs have none
     found |= {"peak in use": stats.get("peak_bytes_in_use")}
     yield found | {"planned by the compiler": planned}

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.accept.turns import Step
+from train.accept.turns import TimedStep
 from train.cluster.session import Session
 from train.config import Config
 from train.data import transforms
@@ -14,7 +14,7 @@ from train.data.arrays import Dataset, Images
 from train.task.experiment import Experiment
 
 
-class Trainer(Step):
+class Trainer(TimedStep):
     """An arm: an experiment and its state."""
 
     def __init__(self, experiment: Experiment):

@@ -7,7 +7,7 @@ import jax
 import lsgd_jax as lj
 from train.accept.findings import Finding, failed, near, skipped
 from train.accept.subject import subject
-from train.accept.turns import Step
+from train.accept.turns import TimedStep
 
 
 PART = "memory"
@@ -33,7 +33,7 @@ def check() -> Iterator[Finding]:
     if planned.memory is None:
         yield failed(PART, NAME, "the compiler plans no memory")
         return
-    Step(program, one.state, one.given).seconds_per_step(STEPS)
+    TimedStep(program, one.state, one.given).seconds_per_step(STEPS)
     after = device.memory_stats() or {}
     expected = planned.memory.data / 1e6
     seen = (after.get("peak_bytes_in_use", 0) - before["bytes_in_use"]) / 1e6

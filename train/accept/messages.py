@@ -11,7 +11,7 @@ import lsgd_jax as lj
 from train.accept.findings import Finding, near, skipped
 from train.accept.steps import milliseconds
 from train.accept.subject import Subject, subject
-from train.accept.turns import Arm, Step
+from train.accept.turns import Arm, TimedStep
 from train.cluster.session import Session
 
 
@@ -93,9 +93,9 @@ def of_hidden_share(session: Session) -> Finding:
     late = delayed.whole(delayed.phase(is_due=True))
     quiet = delayed.whole(delayed.phase(is_due=False))
     arms: dict[str, Arm] = {
-        "due": Step(due, at_once.state, at_once.given),
-        "delayed": Step(late, delayed.state, delayed.given),
-        "quiet": Step(quiet, delayed.state, delayed.given),
+        "due": TimedStep(due, at_once.state, at_once.given),
+        "delayed": TimedStep(late, delayed.state, delayed.given),
+        "quiet": TimedStep(quiet, delayed.state, delayed.given),
     }
     programs = {"due": due, "delayed": late, "quiet": quiet}
     computed = {name: milliseconds_of(program) for name, program in programs.items()}

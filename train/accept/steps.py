@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from train.accept.findings import Finding, at_most
 from train.accept.subject import is_on_cpu, subject
-from train.accept.turns import Arm, Step, in_turns, ratios
+from train.accept.turns import Arm, TimedStep, in_turns, ratios
 from train.cluster.session import Session
 
 
@@ -33,7 +33,7 @@ def check(session: Session) -> Iterator[Finding]:
             "exchange": one.exchange(due),
         }
         arms: dict[str, Arm] = {
-            words: Step(program, one.state, one.given)
+            words: TimedStep(program, one.state, one.given)
             for words, program in programs.items()
         }
         yield from compared(name, arms, session)

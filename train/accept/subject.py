@@ -61,11 +61,11 @@ class Subject:
 
     def __init__(self, name: str):
         size = ON_CPU if is_on_cpu() else ON_ACCELERATOR
-        self._network = size.network
+        self._network: Any = size.network
         self._base = optax.adamw(1e-3)
         self.method = METHODS[name]()
         self.workers = lj.Workers(*grid())
-        params = self.workers.replicate(started(size.network))
+        params = self.workers.replicate(started(self._network))
         self.state = [
             params,
             self.workers.map(self._base.init)(params),

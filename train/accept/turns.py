@@ -18,7 +18,7 @@ class Arm(Protocol):
         ...
 
 
-class Step:
+class TimedStep:
     """An arm: a function (*state, *given) -> state, and the state, which arms may share."""
 
     def __init__(self, step: Callable[..., Any], state: list[Any], *given: Any):
