@@ -39,7 +39,7 @@ from usage import head, parser, row
 
 import lsgd_jax as lj
 from lsgd_jax import aot
-from train.accept.subject import started
+from train.accept import subject
 from train.accept.turns import TimedStep, in_turns, ratios
 from train.task.transformer import Transformer
 
@@ -285,6 +285,9 @@ def workers(options, sizes):
             yield row_of(case, seen, model, times["one model"], rate)
             if count > 1:
                 yield row_of(f"{case}: as a price", seen, "1 worker", times["one worker"])
+
+
+started = functools.cache(subject.started)
 
 
 def network_arm(network, count, batch):

@@ -55,6 +55,11 @@ class Case:
     rtol: float = 1e-5
     atol: float = 1e-6
 
+    @property
+    def workers(self) -> int:
+        """The number of workers, W."""
+        return self.nodes * self.locals
+
 
 def at(trees: Trees, step: int) -> Any:
     """The tree of a step (from 0), {name: [W, ...]}."""

@@ -26,7 +26,7 @@ EACH = QUICK + in_turn(REST, (8, 1, 2, 4))
 @pytest.mark.parametrize("name, devices", mostly_slow(EACH, fast=QUICK))
 def test_oracle(name, devices):
     case = oracles.load(name)
-    count = case.nodes * case.locals
+    count = case.workers
     while count % devices:
         devices //= 2
     workers = lj.Workers(

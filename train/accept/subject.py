@@ -61,7 +61,7 @@ class Subject:
 
     def __init__(self, name: str):
         size = ON_CPU if is_on_cpu() else ON_ACCELERATOR
-        self._network: Any = size.network
+        self._network = size.network
         self._base = optax.adamw(1e-3)
         self.method = METHODS[name]()
         self.workers = lj.Workers(*grid())
@@ -151,8 +151,7 @@ def subject(name: str) -> Subject:
     return Subject(name)
 
 
-@functools.cache
-def started(network: Any) -> Any:
+def started(network: Transformer) -> Any:
     """A network's initial parameters, on the host."""
     variables = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return jax.device_get(variables["params"])
