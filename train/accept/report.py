@@ -29,6 +29,7 @@ class AcceptReport:
 
     Attributes:
       findings: the findings of the parts that have ended.
+      seconds_of: the seconds that each part took.
       about: the devices and versions, for the JSON and the last line.
     """
 
@@ -39,6 +40,7 @@ class AcceptReport:
         self._lock = threading.Lock()
         self._out = sys.stdout
         self.findings: list[Finding] = []
+        self.seconds_of: dict[str, float] = {}
         self.about: dict[str, Any] = {}
 
     @property
@@ -75,7 +77,8 @@ class AcceptReport:
                 found = [failed(self.part, "the whole part", "it made no check")]
             self.findings += found
             self._now = []
-            del self._parts[0]
+            before = sum(self.seconds_of.values())
+            self.seconds_of[self._parts.pop(0)] = round(self.seconds - before, 1)
 
     def give_up(self, reason: str) -> None:
         """Ends the report early: the current part has failed, and the rest is skipped."""
@@ -92,6 +95,7 @@ class AcceptReport:
         whole = {
             "accepted": self.status == SUCCESS,
             "seconds": round(self.seconds, 1),
+            "seconds_of": self.seconds_of,
             **self.about,
             "findings": [fields_of(finding) for finding in self.findings],
         }

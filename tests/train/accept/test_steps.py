@@ -37,8 +37,8 @@ BLOCKS = 2 + 1 + steps.ROUNDS  # of one try
     "quiet, verdict, tries",
     [
         (lambda block: 1.1, "passed", 1),
-        (lambda block: 1.5 if block <= BLOCKS else 1.1, "passed", 2),
-        (lambda block: 1.5, "failed", 2),
+        (lambda block: 1.6 if block <= BLOCKS else 1.1, "passed", 2),
+        (lambda block: 1.6, "failed", 2),
     ],
     ids=["even", "disturbed", "slow"],
 )
@@ -50,6 +50,6 @@ def test_a_quiet_step_that_is_slow_twice_fails(quiet, verdict, tries):
 
 
 def test_a_due_step_that_takes_longer_than_its_exchange_fails():
-    _, due = steps.compared("lsgd", arms(lambda block: 1.0, lambda block: 3.0), Session())
-    assert due.verdict == "failed" and due.seen == 3.0
-    assert due.limit == steps.QUIET_ON_CPU + steps.SLACK
+    _, due = steps.compared("lsgd", arms(lambda block: 1.0, lambda block: 6.0), Session())
+    assert due.verdict == "failed" and due.seen == 6.0
+    assert due.limit == steps.SKEW_ON_CPU * (steps.QUIET + steps.SLACK)
