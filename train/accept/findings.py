@@ -92,8 +92,9 @@ def merged(part: str, of_each: Sequence[Sequence[Finding]]) -> list[Finding]:
         chosen = each[0]
         for process, one in enumerate(each):
             if one.verdict == "failed":
-                where = f"process {process}: " if process else ""
-                chosen = dataclasses.replace(one, reason=where + one.reason)
+                where = f"in process {process}" if process else ""
+                reason = ": ".join(filter(None, [where, one.reason]))
+                chosen = dataclasses.replace(one, reason=reason)
                 break
         found.append(chosen)
     return found

@@ -26,8 +26,8 @@ class AcceptOptions:
       minutes: the run ends after so many minutes. A part that has not ended then has
         failed.
       json: file for the findings.
-      runs: folder for the run of `recovery`, which all processes must see. The run is
-        removed if it passes.
+      runs: folder for the runs of `recovery`, which all processes must see. They are
+        removed after their comparison.
       distributed: how processes that were started together meet, as in `python -m train`.
     """
 

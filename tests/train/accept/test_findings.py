@@ -20,7 +20,7 @@ def test_a_check_passes_if_it_passes_in_all_processes():
     other = skipped("steps", "due", "one device")
     assert merged("steps", [[good, other], [good, other]]) == [good, other]
     found, _ = merged("steps", [[good, other], [bad, other]])
-    assert found == dataclasses.replace(bad, reason="process 1: ")
+    assert found == dataclasses.replace(bad, reason="in process 1")
 
 
 def test_processes_that_made_other_checks_fail():
