@@ -112,8 +112,9 @@ def test_commands_name_programs_that_exist():
     for file in files:
         assert (ROOT / file).exists(), file
     for package, module in set(modules):
-        name = f"{module[1:] or '__main__'}.py"
-        assert (ROOT / package / name).exists(), package + module
+        command = ROOT / package / (module[1:] or "__main__")
+        found = command.with_suffix(".py"), command / "__main__.py"
+        assert any(path.exists() for path in found), package + module
 
 
 @pytest.mark.parametrize("name", notebooks.PAGES)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import oracles
 from paper import __main__ as paper
 from paper.sinc import (
     MINIMUM,
@@ -20,7 +21,7 @@ from paper.sinc import (
 )
 
 
-ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
+ORACLES = pathlib.Path(oracles.__file__).parent
 
 
 @functools.cache

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import ORACLES_2026, aggregate, exchanged, mostly_slow
+from harness import aggregate, exchanged, mostly_slow
 
 import lsgd_jax as lj
+import oracles
 from lsgd_jax._src.wire import packing
 
 
-ORACLE = ORACLES_2026["units"]["robust"]
+ORACLE = oracles.ROWS["units"]["robust"]
 ROWS = np.array(ORACLE["rows"])
 
 KINDS = {

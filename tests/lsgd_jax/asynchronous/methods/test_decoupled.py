@@ -1,8 +1,5 @@
 """Decoupled DiLoCo: fragments, quorums, weights, and workers that are late or lost."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +8,14 @@ import pytest
 import toys
 
 import lsgd_jax as lj
+import oracles
 from lsgd_jax._src.asynchronous.methods import decoupled
 from lsgd_jax._src.asynchronous.methods.decoupled import DecoupledDiLoCoWorker
 from lsgd_jax._src.asynchronous.simulated.simulator import SimulatedTransport
 from lsgd_jax.asynchronous import DecoupledDiLoCo, Pulls
 
 
-ORACLES = pathlib.Path(__file__).parents[3] / "oracles" / "methods_2026.json"
-UNITS = json.loads(ORACLES.read_text())["units"]
+UNITS = oracles.ROWS["units"]
 OUTER = dict(learning_rate=0.5, momentum=0.6)
 
 
