@@ -31,7 +31,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from side_by_side import Step, in_turns, on_random_images, ratios
+from side_by_side import on_random_images
 from usage import (
     add_torch,
     head,
@@ -42,6 +42,7 @@ from usage import (
 )
 
 import lsgd_jax as lj
+from train.accept.turns import TimedStep, in_turns, ratios
 from train.config import WorkersConfig
 from train.launch import free_port
 from train.task import layers
@@ -191,7 +192,7 @@ def convolutions(options: Any) -> None:
         row(name, *cells)
 
 
-def in_jax(side, inputs, outputs, size, padding) -> dict[str, Step]:
+def in_jax(side, inputs, outputs, size, padding) -> dict[str, TimedStep]:
     """Returns a convolution and its gradients as arms."""
     x = jnp.ones((BATCH, side, side, inputs))
     kernel = jnp.ones((size, size, inputs, outputs))
@@ -214,10 +215,10 @@ def in_jax(side, inputs, outputs, size, padding) -> dict[str, Step]:
     }
 
 
-def arm(fn: Callable[..., jax.Array], *args: jax.Array) -> Step:
+def arm(fn: Callable[..., jax.Array], *args: jax.Array) -> TimedStep:
     """Returns a function of constant arguments as an arm."""
     call = jax.jit(fn)
-    return Step(lambda _, *args: [call(*args)], [None], *args)
+    return TimedStep(lambda _, *args: [call(*args)], [None], *args)
 
 
 def main() -> None:

@@ -24,10 +24,11 @@ import jax
 import optax
 from against_pytorch import CORES, Peers
 from gpu import NEVER, Pulling, sizes_of
-from side_by_side import in_turns, one_device, ratios
+from side_by_side import one_device
 from usage import head, median, parser, row
 
 import lsgd_jax as lj
+from train.accept.turns import in_turns, ratios
 from train.launch import free_port
 
 

@@ -12,9 +12,9 @@ Needs the extras `cuda` and `train`. The parts are
   alone, at 100 million parameters;
 - models: a step of three language models and its peak of memory, beside what `lj.aot`
   computes for them;
-- memory: the peak of a step with a pull, with and without donation, and the method's state;
-- processes: the pulls again, among one process per GPU joined by NCCL; skipped where there
-  is one GPU.
+- memory: the peak of a step with a pull, with and without donation, and the method's state.
+
+`python -m train.accept` compares such steps among several processes with limits.
 
 Each part runs in its own process, because the peak of memory is one number per process, and
 has a time limit. The arms of a ratio take turns in one process.
@@ -28,31 +28,25 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
-from side_by_side import Step, in_turns, one_device, ratios
 from usage import head, parser, row
 
 import lsgd_jax as lj
 from lsgd_jax import aot
-from train.launch import free_port
+from train.accept import subject
+from train.accept.turns import TimedStep, in_turns, ratios
 from train.task.transformer import Transformer
 
 
-ROW = "row: "  # marks results, because gloo and NCCL print lines, too
+ROW = "row: "  # marks results, because libraries print lines, too
 # Seconds of a run of each part; with six runs for memory less than 11 minutes.
-LIMITS_S = {
-    **{"devices": 30, "workers": 150, "pulls": 130, "models": 150},
-    **{"memory": 20, "processes": 65},
-}
+LIMITS_S = {"devices": 30, "workers": 150, "pulls": 130, "models": 150, "memory": 20}
 NEVER = 1_000_000
 PLENTY = 30e9  # bytes of a GPU that has room for four workers of 100 million parameters
 
@@ -121,51 +115,42 @@ def parse():
     words = parser(__doc__)
     parts = list(LIMITS_S)[1:]
     words.add_argument("--sizes", choices=SIZES, default="full")
-    words.add_argument("--processes", type=int, help="defaults to the number of GPUs")
     words.add_argument("--only", nargs="+", choices=parts, default=parts)
     words.add_argument("--part", choices=LIMITS_S, help=argparse.SUPPRESS)
     words.add_argument("--method", help=argparse.SUPPRESS)
-    for name in ("--donate", "--process-id", "--port"):
-        words.add_argument(name, type=int, help=argparse.SUPPRESS)
+    words.add_argument("--donate", type=int, help=argparse.SUPPRESS)
     return words.parse_args()
 
 
-def run(part, sizes, processes=1, **given):
-    """Runs a part in other processes.
+def run(part, sizes, **given):
+    """Runs a part in another process.
 
     Returns:
-      The rows of the first process, and why they are incomplete or ''.
+      The rows, and why they are incomplete or ''.
     """
     limit_s = LIMITS_S[part] * SIZES[sizes].limit
-    given |= dict(part=part, sizes=sizes, processes=processes, port=free_port())
+    given |= dict(part=part, sizes=sizes)
     command = [sys.executable, __file__, *(f"--{k}={value}" for k, value in given.items())]
-    children = [
-        subprocess.Popen([*command, f"--process-id={i}"], stdout=subprocess.PIPE, text=True)
-        for i in range(processes)
-    ]
-    late = threading.Timer(limit_s, lambda: [child.kill() for child in children])
-    late.start()
-    said, _ = children[0].communicate()
-    failed = any([child.wait() for child in children])
-    is_late = not late.is_alive()
-    late.cancel()
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    is_late = False
+    try:
+        said, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        is_late = True
+        child.kill()
+        said, _ = child.communicate()
     lines = [line for line in said.splitlines() if line.startswith(ROW)]
     rows = [json.loads(line.removeprefix(ROW)) for line in lines]
     if is_late:
         return rows, f"stopped after {limit_s:.0f} s"
-    return rows, "failed, see the messages above" if failed else ""
+    return rows, "failed, see the messages above" if child.returncode else ""
 
 
-def rows_of(part, options, machine):
+def rows_of(part, options):
     """Returns the rows of a part, and why they are incomplete or ''."""
     if part == "memory":
         return memory_rows(options.sizes)
-    count = 1
-    if part == "processes":
-        count = options.processes or machine["gpus"]
-        if count < 2:
-            return [], f"skipped: one process per GPU, and the GPUs are {count}"
-    return run(part, options.sizes, count)
+    return run(part, options.sizes)
 
 
 def memory_rows(sizes):
@@ -201,9 +186,8 @@ def measure(options):
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     lj.tune_cpu()
     for found in PARTS[options.part](options, SIZES[options.sizes]):
-        if jax.process_index() == 0:
-            print(f"  {found}", file=sys.stderr, flush=True)
-            print(ROW + json.dumps(found), flush=True)
+        print(f"  {found}", file=sys.stderr, flush=True)
+        print(ROW + json.dumps(found), flush=True)
     return 0
 
 
@@ -228,11 +212,11 @@ def main():
     status = 0
     for part in options.only:
         print(f"{part}:", file=sys.stderr, flush=True)
-        rows, wrong = rows_of(part, options, machine)
+        rows, wrong = rows_of(part, options)
         lines += [[part, *row] for row in rows]
         if wrong:
             lines.append([part, wrong, "", "", "", ""])
-            status |= not wrong.startswith("skipped")
+            status = 1
     note = ", which say nothing of speed" if options.sizes == "small" else ""
     print(
         f"Backend {machine['backend']}: {machine['count']} x {machine['kind']}, jax "
@@ -244,7 +228,7 @@ def main():
     head("part", "measured", "", "beside", "", "ratio")
     for line in lines:
         row(*line)
-    return int(status)
+    return status
 
 
 # Parts, in processes of their own
@@ -255,9 +239,7 @@ def timed(sizes, arms):
     for arm in arms.values():
         arm.seconds_per_step(1)  # compiles
     slowest = max(arm.seconds_per_step(1) for arm in arms.values())
-    steps = np.int32(max(2, min(100, sizes.block_s / slowest)))
-    # All processes must take the same number of steps, because pulls are collective.
-    steps = int(multihost_utils.broadcast_one_to_all(steps))
+    steps = int(max(2, min(100, sizes.block_s / slowest)))
     return in_turns(arms, sizes.repetitions, steps)
 
 
@@ -305,15 +287,11 @@ def workers(options, sizes):
                 yield row_of(f"{case}: as a price", seen, "1 worker", times["one worker"])
 
 
-@functools.cache
-def started(network):
-    """Returns a network's initial parameters, on the host."""
-    variables = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return jax.device_get(variables["params"])
+started = functools.cache(subject.started)
 
 
 def network_arm(network, count, batch):
-    return Step(*network_step(network, count, batch))
+    return TimedStep(*network_step(network, count, batch))
 
 
 def network_step(network, count, batch):
@@ -355,7 +333,7 @@ def models(options, sizes):
         report = aot.report_of(step.trace(*state))
         millions = sum(x.size for x in jax.tree.leaves(state[0])) / 1e6
         case = f"{millions:.4g} M {network.dtype}, context {network.context}, batch {batch}"
-        times = timed(sizes, {"model": Step(step, state)})["model"]
+        times = timed(sizes, {"model": TimedStep(step, state)})["model"]
         seconds = report.mean_seconds()
         if seconds:
             yield row_of(case, times, "computed", [1e3 * seconds.step] * len(times))
@@ -372,14 +350,18 @@ def models(options, sizes):
 
 
 def pulls(options, sizes):
-    """Times steps with and without a pull among workers of one device."""
-    yield from time_pulls(sizes, grid_of_device(), "workers of one device")
-
-
-def processes(options, sizes):
-    """Times steps with and without a pull among processes of one device each."""
-    one_device(options.port, options.processes, options.process_id)
-    yield from time_pulls(sizes, lj.Workers(1, options.processes), "processes")
+    """Times AdamW alone and steps with and without a pull, in turns on one state."""
+    grid = grid_of_device()
+    counts = sizes_of(sizes.parameters, sizes.leaves)
+    for wire in sizes.wires:
+        for name in sizes.methods:
+            make = functools.partial(method, name, wire=wire)
+            times = timed(sizes, Pulling(grid, counts, make).arms())
+            alone = times.pop("alone")
+            whose = f"{name}, {wire}, {sizes.parameters:g} M, {grid.num_workers} workers"
+            for words, seen in times.items():
+                case = f"{whose} of one device: {words}"
+                yield row_of(case, seen, "AdamW alone", alone)
 
 
 def grid_of_device():
@@ -441,7 +423,7 @@ class Pulling:
 
         return self._grid.map(step, donate=(0, 1, 2) if donate else ())
 
-    def arms(self) -> dict[str, Step]:
+    def arms(self) -> dict[str, TimedStep]:
         """Returns the optimizer alone, and with a pull that is due, or not, or never."""
         steps = {
             "alone": self.step(),
@@ -449,20 +431,9 @@ class Pulling:
             "a step that is not due": self.step(NEVER),
             "a step compiled with due=False": self.step(NEVER, due=False),
         }
-        return {name: Step(step, self.state, *self.given) for name, step in steps.items()}
-
-
-def time_pulls(sizes, grid, among):
-    """Times AdamW alone and steps with and without a pull, in turns on one state."""
-    counts = sizes_of(sizes.parameters, sizes.leaves)
-    for wire in sizes.wires:
-        for name in sizes.methods:
-            make = functools.partial(method, name, wire=wire)
-            times = timed(sizes, Pulling(grid, counts, make).arms())
-            alone = times.pop("alone")
-            whose = f"{name}, {wire}, {sizes.parameters:g} M, {grid.num_workers} {among}"
-            for words, seen in times.items():
-                yield row_of(f"{whose}: {words}", seen, "AdamW alone", alone)
+        return {
+            name: TimedStep(step, self.state, *self.given) for name, step in steps.items()
+        }
 
 
 def memory(options, sizes):
@@ -476,13 +447,13 @@ def memory(options, sizes):
     plan = step.lower(*pulling.state, *pulling.given).compile().memory_analysis()
     planned = plan.argument_size_in_bytes + plan.output_size_in_bytes
     planned += plan.temp_size_in_bytes - plan.alias_size_in_bytes
-    Step(step, pulling.state, *pulling.given).seconds_per_step(3)
+    TimedStep(step, pulling.state, *pulling.given).seconds_per_step(3)
     stats = jax.devices()[0].memory_stats() or {}  # CPUs have none
     found |= {"peak in use": stats.get("peak_bytes_in_use")}
     yield found | {"planned by the compiler": planned}
 
 
-PARTS = {f.__name__: f for f in (devices, workers, pulls, models, processes, memory)}
+PARTS = {f.__name__: f for f in (devices, workers, pulls, models, memory)}
 
 
 if __name__ == "__main__":

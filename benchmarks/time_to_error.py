@@ -25,9 +25,10 @@ import sys
 
 from against_pytorch import Peers
 from limited_hosts import add_options, bits_of, join, limited_hosts
-from side_by_side import Trainer, in_turns, on_random_images, steps_of
+from side_by_side import Trainer, on_random_images, steps_of
 from usage import add_torch, head, one_line_errors, parser, row
 
+from train.accept.turns import in_turns
 from train.config import Config, settings
 from train.metrics.drawing import plt, save, subplots
 from train.process import compilation_cache

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import json
-import pathlib
 import re
 from collections.abc import Callable
 
@@ -16,6 +14,7 @@ import pytest
 from outside import ROOT, loaded
 
 import lsgd_jax as lj
+import oracles
 from lsgd_jax._src.shared import REPAIR
 
 
@@ -491,22 +490,12 @@ def check_found_by_optax(tx, workers, initable=None):
 
 # Trajectories of rows of 17 numbers, which are two leaves
 
-ORACLES_2026 = json.loads(
-    (pathlib.Path(__file__).parent / "oracles/methods_2026.json").read_text()
-)
-CASES_2026 = {f"{case['name']}-{case['workers']}": case for case in ORACLES_2026["cases"]}
 
-
-def inputs_2026(case):
-    """Returns the start [W, 17] and the gradients [steps, W, 17] of a case."""
-    W = case["workers"]
-    given = ORACLES_2026["inputs"][str(W)]
+def inputs_of(name):
+    """Returns the start [W, 17] and the gradients [steps, W, 17] of a case on rows."""
+    W = oracles.OF_ROWS[name]["workers"]
+    given = oracles.ROWS["inputs"][str(W)]
     return np.tile(given["start"], (W, 1)), np.array(given["gradients"])
-
-
-def as_tree(rows):
-    rows = jnp.asarray(rows, jnp.float32)
-    return {"a": rows[..., :12].reshape(*rows.shape[:-1], 3, 4), "b": rows[..., 12:]}
 
 
 def as_rows(tree):
@@ -516,8 +505,8 @@ def as_rows(tree):
 def train_rows(tx, start, gradients, devices=8, **options):
     """Returns the parameters after every step, [steps, W, 17], and the last state."""
     workers = lj.Workers(1, len(start), devices=jax.devices()[: min(len(start), devices)])
-    gradients = [as_tree(each) for each in gradients]
-    seen, state = train(tx, workers, as_tree(start), gradients, **options)
+    gradients = [oracles.as_tree(each) for each in gradients]
+    seen, state = train(tx, workers, oracles.as_tree(start), gradients, **options)
     return np.stack([as_rows(x) for x in seen]), state
 
 

@@ -125,6 +125,7 @@ def command(here, name):
 EXAMPLES = ["slurm.sh", "mpirun.sh", "jobset.yaml", "ray_slurm.sh", "ray_kubernetes.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_starts_a_run_and_resumes_it(name, here):
     """The command reaches the trainer whole, whichever shells it crosses."""

@@ -59,6 +59,7 @@ def test_pages_use_only_names_that_they_make(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page in PROGRAMS if not trains(page)], ids=name_of
 )
@@ -93,16 +94,8 @@ def test_a_page_trains_and_prints_what_it_says(page):
 RECIPES = DOCS / "recipes.md"
 
 
-LONGEST = 1, 4  # the others are in the same form
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(number, marks=[pytest.mark.slow] * (number in LONGEST))
-        for number in range(1, len(blocks(RECIPES)))
-    ],
-)
+@pytest.mark.slow  # `test_readme.py` runs programs in the same form
+@pytest.mark.parametrize("recipe", range(1, len(blocks(RECIPES))))
 def test_a_recipe_trains_and_prints_what_it_says(recipe, capsys):
     code, names = blocks(RECIPES), {}
     exec(code[0], names)
@@ -119,8 +112,9 @@ def test_commands_name_programs_that_exist():
     for file in files:
         assert (ROOT / file).exists(), file
     for package, module in set(modules):
-        name = f"{module[1:] or '__main__'}.py"
-        assert (ROOT / package / name).exists(), package + module
+        command = ROOT / package / (module[1:] or "__main__")
+        found = command.with_suffix(".py"), command / "__main__.py"
+        assert any(path.exists() for path in found), package + module
 
 
 @pytest.mark.parametrize("name", notebooks.PAGES)

@@ -20,6 +20,7 @@ def example():
     return load("pull_to_the_median_worker")
 
 
+@pytest.mark.slow
 def test_the_median_worker_is_followed(example):
     goals, x, expected = np.arange(1.0, 9.0), np.zeros(8), []
     for t in range(1, 21):
@@ -58,6 +59,7 @@ def test_the_page_on_rules_shows_the_rule_of_the_example():
     assert "class MedianState" + rule.rstrip() in page
 
 
+@pytest.mark.slow
 def test_shard_map_and_vmap_agree_under_custom_axes():
     in_shard_map, in_vmap, in_pmap = load("without_workers").main()
     np.testing.assert_allclose(in_shard_map, in_vmap, rtol=1e-5, atol=1e-6)
@@ -65,6 +67,7 @@ def test_shard_map_and_vmap_agree_under_custom_axes():
     assert in_pmap.shape == (8, 3) and np.ptp(in_pmap, axis=0).max() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("injected"), "muon", slow("schedule_free")])
 def test_training_with_optax_wrappers(name):
     module = load("optax_wrappers")
@@ -76,6 +79,7 @@ def test_training_with_optax_wrappers(name):
         assert all(np.ptp(x, axis=0).max() < 1e-6 for x in jax.tree.leaves((params, z)))
 
 
+@pytest.mark.slow
 def test_diloco_with_a_leader_moves_its_anchor_to_the_leader():
     example = load("combined_methods")
     method = example.diloco_leader(2, optax.sgd(0.5), loss_window=1)
@@ -92,6 +96,7 @@ def test_diloco_with_a_leader_moves_its_anchor_to_the_leader():
     assert pull.leader.tolist() == [leader] * 4 and pull.exchanges == 3
 
 
+@pytest.mark.slow
 def test_two_levels_pull_inside_nodes_and_across():
     example = load("combined_methods")
     method = example.two_levels(0.25, 2, 4, optax.sgd(0.5), loss_window=1)
@@ -131,6 +136,7 @@ def test_one_bit_per_parameter_learns_and_keeps_workers_equal():
         np.testing.assert_allclose(leaf - leaf[0][None], 0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["ring", "exponential", "complete"])
 def test_gossip_graphs_are_drawn(graph, tmp_path):
     for workers in (1, 8):

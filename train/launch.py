@@ -4,8 +4,10 @@
 
 starts `python -m train digits --steps 100` twice as one run. Output of the processes is
 shown with a prefix ([0], [1], ...). Each process gets GPUs of its own if there are any, and
-emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends,
-after SIGTERM with status 75.
+emulated CPU devices otherwise. `--module train.accept` runs another command in place of the
+trainer.
+
+Ctrl-C and SIGTERM are passed on: the run saves and ends, after SIGTERM with status 75.
 Ctrl-Z pauses all processes. If one process fails, the others are stopped. The exit status
 is that of the failed process, or 128 plus the number of the signal that ended it, and the
 last line says how to resume. To restart processes after a failure, use the trainer's
@@ -32,7 +34,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from train.process.exit_status import DELIBERATE, RESUME, SIGNALED, WRONG_USAGE
-from train.process.messages import NOTHING_LOST, plain, to_resume
+from train.process.messages import NOTHING_LOST, meant, plain, to_resume
+from train.process.names import commands
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --
@@ -234,9 +237,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--processes", type=int, required=True, help="number of processes")
     add("--devices-per-process", type=int, help="GPUs, or emulated CPU devices, of each")
+    add("--module", default="train", help="command that each process runs (train)")
     add("--grace", type=int, default=5, help="seconds to end after another one failed (5)")
-    add("arguments", nargs="*", help="arguments of the trainer, after --")
+    add("arguments", nargs="*", help="arguments of the command, after --")
     options = parser.parse_args(arguments)
+    if options.module not in commands():
+        near = meant(options.module, commands())
+        raise ValueError(
+            f"`module` must be one of {', '.join(commands())}, got {options.module}{near}"
+        )
     for name, least in {"processes": 1, "devices_per_process": 1, "grace": 0}.items():
         value = getattr(options, name)
         if value is not None and value < least:
@@ -295,12 +304,12 @@ def run(
     return result
 
 
-def main(arguments: Sequence[str], module: str = "train") -> int:
+def main(arguments: Sequence[str], module: str | None = None) -> int:
     """Launches a run.
 
     Args:
       arguments: the command line.
-      module: the module to run in each process.
+      module: the module to run in each process. Defaults to that of `--module`.
 
     Returns:
       The exit status of the run, or 2 (wrong usage).
@@ -317,6 +326,7 @@ def main(arguments: Sequence[str], module: str = "train") -> int:
     again += [] if devices is None else ["--devices-per-process", str(devices)]
     with tempfile.NamedTemporaryFile() as told:
         mine = {LAUNCHER: shlex.join([*again, "--"]), TOLD: told.name}
+        module = module or options.module
         status, reason = run(options, [one | mine for one in given], module)
         if reason:
             again = how_to_continue(told.read().decode())

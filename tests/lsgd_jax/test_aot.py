@@ -275,6 +275,7 @@ def small():
     return aot.report(lj.Workers(2, 4), *step_of(method), BATCH, method)
 
 
+@pytest.mark.slow
 def test_a_report_has_a_program_for_each_phase():
     report = small()
     assert [(p.is_quiet, p.share) for p in report.programs] == [

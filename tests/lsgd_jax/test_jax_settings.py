@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import lsgd_jax as lj
 from lsgd_jax._src.wire.group import Group
@@ -27,6 +28,7 @@ def step(x, state, batch):
     return lj.apply_updates(x, u), state
 
 
+@pytest.mark.slow
 def test_methods_are_traced_under_a_check_for_leaks():
     """`test_methods_conformance.py` has float64 and strict promotion."""
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
@@ -37,6 +39,7 @@ def test_methods_are_traced_under_a_check_for_leaks():
     assert jax.tree.map(kind, after) == jax.tree.map(kind, (X, state))
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_the_default_generator_and_the_devices():
     def draw(devices):
         workers = lj.Workers(1, 8, devices=jax.devices()[:devices])

@@ -193,6 +193,7 @@ def test_a_worker_that_is_not_finite_in_one_shard_is_restored():
     np.testing.assert_array_equal(after, np.ones_like(params))
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_changed_behind_an_exchange_is_noticed():
     workers = lj.Workers(1, 2, inside={"fsdp": 2, "model": 2}, debug=True)
     tx = optax.chain(lj.lsgd(0.1, 0.0, local_period=1), optax.scale(0.5))
@@ -298,6 +299,7 @@ def test_a_shard_map_of_the_user_may_have_automatic_axes():
     close(own(*jax.device_get((params, batch))), expected)
 
 
+@pytest.mark.slow
 def test_training_continues_with_other_workers_and_another_size_inside():
     """Through the host: resize, then put the state with the layout of the parameters."""
     before = lj.Workers(2, 2, inside={"fsdp": 2})

@@ -51,6 +51,7 @@ def rows(tree, keep):
 COMPLEX = ["easgd_combine", "diloco+int4", "robust+krum"]
 
 
+@pytest.mark.slow
 @of_each([*COMPLEX[:1], *UNLIKE, *COMPLEX[2:]], fast=COMPLEX[1:])
 def test_a_complex_leaf_is_exchanged_as_its_two_parts(name):
     """Bit-identically, also where only one part of a worker's number is not finite."""
@@ -115,6 +116,7 @@ ODD = ("dpsgd", "adpsgd", "gosgd", "pairwise_clock")
 
 
 # By default elections, and a grid that is refused.
+@pytest.mark.slow
 @of_each([*UNLIKE, *ODD], fast=["lsgd", "wagma"])
 def test_one_node_one_local_worker_and_odd_numbers_of_workers(name):
     grids = ((1, 5, 5), (5, 1, 5))
@@ -156,6 +158,7 @@ def test_a_non_finite_worker_harms_no_other_and_is_restored(name, lasting):
     check_one_bad_worker(run_of(name, 4, 2, 8), lasting, at_least=0 if late else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "forever"])
 @without_a_guard
 def test_checking_every_step_replaces_the_guards(name, lasting):
@@ -275,6 +278,7 @@ def test_compiles_once(name):
     assert run.step._cache_size() == 1
 
 
+@pytest.mark.slow
 @of_each(RULES)
 def test_optax_finds_the_trees_like_the_parameters_in_the_state(name):
     workers = lj.Workers(2, 2, devices=jax.devices()[:4])
@@ -282,6 +286,7 @@ def test_optax_finds_the_trees_like_the_parameters_in_the_state(name):
 
 
 # By default both ends of the chain, weights, and both kinds of formats.
+@pytest.mark.slow
 @of_each(RULES, fast=["lsgd", "sgp", "licm", "diloco+int4", "lsgd+bfloat16"])
 def test_dtypes_stay_under_strict_promotion(name):
     run = run_of(name, 4, 2, 8)  # which other tests share, without these settings

@@ -60,6 +60,7 @@ def curves_of(**options):
         return matrix_completion.curves_of(matrix_completion.CompletionOptions(**options))
 
 
+@pytest.mark.slow
 def test_both_methods_follow_their_equations():
     size = dict(dimension=20, ranks=(1, 3), instances=2, workers=3, iterations=12)
     curves = curves_of(**size, learning_rate=0.02, pull=0.05)
@@ -94,6 +95,7 @@ def test_the_published_levels_at_high_ranks():
     check_published({10: (40, 1e-7, 0.12), 50: (49, 2e-6, 0.59), 100: (49, 1e-2, 1.17)})
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     command = (
         "--dimension 50 --ranks 1 2 --instances 2 --iterations 60 --learning-rate 0.01"

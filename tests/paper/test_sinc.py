@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import oracles
 from paper import __main__ as paper
 from paper.sinc import (
     MINIMUM,
@@ -20,7 +21,7 @@ from paper.sinc import (
 )
 
 
-ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
+ORACLES = pathlib.Path(oracles.__file__).parent
 
 
 @functools.cache
@@ -43,6 +44,7 @@ def oracle(name):
     return [np.array(column) for column in columns]
 
 
+@pytest.mark.slow
 def test_the_landscape_and_its_gradient_at_the_origin():
     value, grad = jax.value_and_grad(landscape)(jnp.zeros(2))
     assert value == 1 and grad.tolist() == [0, 0]
@@ -70,6 +72,7 @@ def test_every_iteration_agrees_with_the_reference(method):
         np.testing.assert_allclose(path.center[0, 0], center, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_instances_are_independent():
     other = -STARTS[::-1]
     with jax.enable_x64(True):

@@ -43,11 +43,13 @@ def test_stationary_points():
     assert literal > stationary_points.PULL
 
 
+@pytest.mark.slow
 def test_moving_workers_fail_the_check():
     first, balance, elastic, _ = stationary_points.check(landscapes=4, steps=20).claims
     assert not first.holds and not balance.holds and not elastic.holds
 
 
+@pytest.mark.slow
 def test_one_step():
     assert all_hold(one_step.check(seed=3, cases=500))
 
@@ -90,6 +92,7 @@ def test_constant_steps_have_no_rate(monkeypatch):
     assert not all_hold(noisy_leader.check_decreasing(groups=10, steps=2000))
 
 
+@pytest.mark.slow
 def test_shares_by_hand():
     """For a small pull the leaders that count fill a half-plane of the circle."""
     share = newton_direction.share_measurer(200, 400)

@@ -39,6 +39,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("W", [4, 8])
 def test_neighbor_averaging(W):
     """All graphs in one exchange, each on a leaf of its own."""

@@ -12,6 +12,7 @@ which then moves with that worker's steps. In our run worker 0 got a copy, as on
 
 import numpy as np
 import optax
+import pytest
 from peers.released import gradients, trained
 
 import lsgd_jax as lj
@@ -25,6 +26,7 @@ EXCHANGED = [
 ]
 
 
+@pytest.mark.slow
 def test_diloco():
     first, second, *rest = gradients(10)
     seen = trained(optax.chain(optax.sgd(0.1), lj.diloco(3)), [first + second, *rest])

@@ -14,6 +14,7 @@ from it. fairscale's is the same method.
 
 import numpy as np
 import optax
+import pytest
 from peers.released import START, gradients, trained
 
 import lsgd_jax as lj
@@ -40,6 +41,7 @@ SGP = [
 ]
 
 
+@pytest.mark.slow
 def test_slowmo():
     slowmo = lj.slowmo(4, alpha=0.75, beta=0.5, learning_rate=0.1)
     tx = optax.chain(optax.sgd(0.1), lj.exchange(lj.local_sgd(2), slowmo))

@@ -36,6 +36,7 @@ AGGREGATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGGREGATES)
 def test_aggregates(name):
     tx, rows, expected = AGGREGATES[name]
@@ -80,6 +81,7 @@ def rounds(outer, replies, count):
     )
 
 
+@pytest.mark.slow
 def test_fedavgm_with_almost_no_momentum():
     seen = rounds(optax.sgd(1 + 1e-9, momentum=1e-9), REPLIES, 2)
     expected = (np.array(REPLIES[0]) + 2 * np.array(REPLIES[1])) / 3
@@ -99,6 +101,7 @@ FEDADAM_OUTER = optax.chain(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outer, expected",
     [(optax.sgd(0.5, momentum=0.9), FEDAVGM), (FEDADAM_OUTER, FEDADAM)],

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import lsgd_jax as lj
 
@@ -27,6 +28,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 def test_diloco():
     outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
     tx = optax.chain(optax.sgd(0.1), lj.diloco(3, outer))

@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from harness import train
 
 import lsgd_jax as lj
@@ -33,6 +34,7 @@ def averaged(method, start, count):
     return train(method, workers, start, [start] * count, gradient=back)[0]
 
 
+@pytest.mark.slow
 def test_periodic():
     """Period 4 after a warm-up of 12, 13, 14 and 15 steps, each on a leaf of its own."""
     warmups = {f"after {warmup}": warmup for warmup in (12, 13, 14, 15)}
@@ -51,6 +53,7 @@ def test_periodic():
             assert seen[name].tolist() == (ALL if is_due else RANKS)
 
 
+@pytest.mark.slow
 def test_hierarchical():
     """Pairs every 2 steps, all workers every 4 and 8, after a warm-up of 10 steps."""
     begin = functools.partial(after_warmup, 10)

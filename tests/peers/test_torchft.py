@@ -59,6 +59,7 @@ def anchors_of(state):
 
 
 # By default at once, and in flight.
+@pytest.mark.slow
 @pytest.mark.parametrize("delay, mixing", mostly_slow(WEIGHTS, fast=[(0, 0.0), (1, 0.5)]))
 def test_streaming_diloco(delay, mixing):
     method = lj.diloco(6, optax.sgd(2.0), mixing, fragments=2, delay=delay)

@@ -34,6 +34,7 @@ def run(finished):
     return finished[1]
 
 
+@pytest.mark.slow
 def test_plain_flax_reads_what_was_exported(run, tmp_path):
     out = tmp_path / "new" / "out"
     assert main([str(run.folder), str(out)]) == 0

@@ -48,8 +48,9 @@ def commands() -> list[str]:
     >>> "train.plots" in commands()
     True
     """
-    files = sorted(path.stem for path in TRAINER.glob("*.py"))
-    return ["train", *(f"train.{file}" for file in files if not file.startswith("_"))]
+    files = {path.stem for path in TRAINER.glob("*.py") if not path.stem.startswith("_")}
+    folders = {path.parent.name for path in TRAINER.glob("*/__main__.py")}
+    return ["train", *(f"train.{name}" for name in sorted(files | folders))]
 
 
 def summary(file: pathlib.Path) -> str:

@@ -12,7 +12,8 @@ def with_gradient(x, batch):
     return {"grad": batch}
 
 
-@pytest.mark.parametrize("layerwise", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("layerwise", [False, True])
 def test_the_gradient_is_read_where_the_base_is_not_sgd(layerwise):
     """The weights are those of |g|, with `grad=` in a chain and in `outer`."""
     rng = np.random.default_rng(1)
@@ -35,6 +36,7 @@ def test_the_gradient_is_read_where_the_base_is_not_sgd(layerwise):
     np.testing.assert_allclose(outside, seen, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_power_of_0_is_a_soft_pull_to_the_mean():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(2).normal(size=(4, 3, 17))
     pulls = (
@@ -47,6 +49,7 @@ def test_a_power_of_0_is_a_soft_pull_to_the_mean():
     np.testing.assert_allclose(seen, mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_norm_of_0_takes_all_the_weight_and_several_share_it():
     start, gradients = np.random.default_rng(3).normal(size=(3, 17)), np.ones((2, 3, 17))
     gradients[:, 0] = 0
@@ -57,6 +60,7 @@ def test_a_norm_of_0_takes_all_the_weight_and_several_share_it():
     np.testing.assert_allclose(seen[0], np.tile(start.mean(0), (3, 1)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_not_finite_starts_its_average_anew():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(4).normal(size=(3, 3, 17))
     gradients[1, 2] = np.nan

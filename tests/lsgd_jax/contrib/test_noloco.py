@@ -1,6 +1,7 @@
 """NoLoCo: the pull that keeps slow weights together."""
 
 import numpy as np
+import pytest
 from harness import (
     train,
 )
@@ -8,6 +9,7 @@ from harness import (
 import lsgd_jax as lj
 
 
+@pytest.mark.slow
 def test_noloco_keeps_the_slow_weights_together_if_gamma_pulls():
     """With another gradient for each worker; γ = 0 averages what is new, and no more."""
 

@@ -116,6 +116,7 @@ def test_the_numbers_are_those_of_the_equations(data):
         close(got, expected)
 
 
+@pytest.mark.slow
 def test_a_chain_skips_its_optimizer(data):
     """Its rate counts the steps that it sees, so it is constant here."""
     start, grads = data
@@ -142,6 +143,7 @@ def _with(method, grads):
     return [g for t, g in enumerate(grads, 1) if method.phase(t).needs_gradient]
 
 
+@pytest.mark.slow
 def test_without_skipped_steps_it_is_diloco(data):
     start, grads = data
     never = method(probability=0.0)

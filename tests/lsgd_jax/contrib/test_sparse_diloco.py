@@ -4,20 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    ORACLES_2026,
-    train,
-)
+from harness import train
 
 import lsgd_jax as lj
+import oracles
 from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.wire.packing import Packing
 from lsgd_jax._src.wire.top_k import TopK, quantize
 
 
+@pytest.mark.slow
 def test_values_are_rounded_as_the_released_code_rounds_them():
     """It rounds a - y, and the wire y - a."""
-    unit = ORACLES_2026["units"]["statistical_quantizer"]
+    unit = oracles.ROWS["units"]["statistical_quantizer"]
     codes, values = quantize(-jnp.array(unit["v"], jnp.float32), bits=2)
     assert codes.tolist() == unit["codes"]
     np.testing.assert_allclose(-values[codes], unit["decoded"], rtol=1e-5, atol=1e-6)
@@ -30,6 +29,7 @@ def test_top_k_is_refused_where_parameters_travel_whole():
             make(wire=wire)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_not_finite_sends_nothing_and_keeps_no_error():
     """It takes the anchor, which the others' messages alone have moved; |H| is theirs."""
     tx = lj.contrib.sparse_diloco(1, density=0.25, chunk=4, bits=None)

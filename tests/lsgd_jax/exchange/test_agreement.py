@@ -52,6 +52,7 @@ def test_places_and_leaves_count_and_random_keys_are_read():
     assert hashes_of([x], [()], ()).copies_agree  # so that no copy is compared
 
 
+@pytest.mark.slow
 def test_a_fingerprint_does_not_depend_on_shards_and_reads_every_copy():
     tree = {"a": jnp.arange(32.0).reshape(4, 8), "b": jnp.arange(3.0)}
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -155,6 +156,7 @@ PLACES = [(flip, 2, 4) for flip in FLIPS] + [("a copy of the first worker", 1, 2
 MORE_PLACES = [(flip, 4, 8) for flip in FLIPS] + [("a copy of the first worker", 4, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flip, W, devices", mostly_slow(PLACES + MORE_PLACES, fast=PLACES[:-1])
 )
@@ -197,6 +199,7 @@ def test_there_are_no_false_alarms_and_numbers_stay_the_same(name, devices):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_worker_sends_nothing_and_others_send_8_bytes_more():
     for W, more in ((1, 0), (4, 8)):
         sent = []

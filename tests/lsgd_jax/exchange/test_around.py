@@ -360,6 +360,7 @@ def test_the_second_iterate_of_schedule_free_is_exchanged_or_a_warning_names_it(
         workers.map(lj.around(update, lj.local_sgd(2), params=0).init)(start)
 
 
+@pytest.mark.slow
 def test_a_step_may_have_a_phase_of_its_own():
     """As curricula have; the method's is then called `outer_phase`."""
 

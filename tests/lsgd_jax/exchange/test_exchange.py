@@ -22,6 +22,7 @@ def pair():
 # Offsets, parts and delays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delay", "turns"),
     # The last has two in flight.
@@ -157,6 +158,7 @@ def test_a_step_without_a_finite_loss_moves_finite_elements_only():
     assert seen[0].tolist() == [[1, 0, 0], [1, 2, 3]]
 
 
+@pytest.mark.slow
 def test_a_fragment_that_was_restored_does_not_restore_the_rest():
     tx = lj.diloco(2, optax.sgd(1.0), fragments=2)
     start = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
@@ -182,6 +184,7 @@ def test_a_scheduled_pull_never_overshoots_its_target(strength, reached):
     assert exchanged(tx, pair(), np.array([[0.0], [2.0]]))[0].tolist() == reached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", mostly_slow([lj.diloco, lj.downpour], [lj.diloco]))
 def test_all_workers_hold_the_same_target_in_bfloat16(method):
     rng = np.random.default_rng(0)
@@ -194,6 +197,7 @@ def test_all_workers_hold_the_same_target_in_bfloat16(method):
     assert (seen[1][0] != seen[0][0]).any()
 
 
+@pytest.mark.slow
 def test_push_sum_weights_are_as_exact_as_the_parameters():
     """With out-degrees 2, 1, 1, the weights are not powers of two."""
     graph = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 0)]])
@@ -211,6 +215,7 @@ def test_push_sum_weights_are_as_exact_as_the_parameters():
 # States
 
 
+@pytest.mark.slow
 def test_flax_and_optax_can_read_states():
     workers = pair()
     tx = optax.chain(optax.adam(0.1), lj.easgd(0.5, 2), lj.lsgd(0.1, 0.1, 2, 2))
@@ -225,6 +230,7 @@ def test_flax_and_optax_can_read_states():
     assert optax.tree.get(state[1], "count").value == 2
 
 
+@pytest.mark.slow
 def test_a_state_may_be_continued_with_another_period():
     x = np.ones((2, 3), np.float32)
     _, state = exchanged(lj.local_sgd(2), pair(), x, steps=4)
@@ -332,9 +338,10 @@ def test_an_axis_that_is_not_bound_is_named_with_those_that_are():
         jax.jit(step, in_shardings=rows)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    [lj.diloco(2, axes=()), pytest.param(lj.parle(0.1, axes=()), marks=pytest.mark.slow)],
+    [lj.diloco(2, axes=()), lj.parle(0.1, axes=())],
 )
 def test_a_state_made_outside_of_jit_may_be_donated_with_the_parameters(method):
     """No buffer of the state is one of the parameters, or stands in it twice."""
@@ -348,6 +355,7 @@ def test_a_state_made_outside_of_jit_may_be_donated_with_the_parameters(method):
     assert int(update(x, state)[1].count.value) == 1
 
 
+@pytest.mark.slow
 def test_numbers_of_python_may_be_leaves():
     tx, x = optax.chain(optax.sgd(0.5), lj.local_sgd(1, axes=())), {"w": 1.0, "n": 3}
     updates, _ = tx.update({"w": 1.0, "n": 0}, tx.init(x), x)

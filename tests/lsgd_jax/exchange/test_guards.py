@@ -136,6 +136,7 @@ def test_faults_have_the_documented_outcomes(guard, value):
     assert len(said) == 2 * len(FAULTS) * len(GUARDS)
 
 
+@pytest.mark.slow
 def test_a_method_with_a_center_restores_all_workers():
     guard = "both guards"
     diloco = lambda check: lj.diloco(PERIOD, check=check)

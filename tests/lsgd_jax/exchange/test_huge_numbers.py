@@ -38,6 +38,7 @@ def by(value, *workers):
     return move
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(OVERFLOWS, fast=["diloco"]))
 def test_workers_too_huge_to_be_added_up_count_as_not_finite(name):
     """They take the target whole at once, and the others' mean is as without them."""
@@ -50,9 +51,10 @@ def test_workers_too_huge_to_be_added_up_count_as_not_finite(name):
     assert not np.asarray(dropped).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
-    [pytest.param(lj.local_sgd(2, delay=1), marks=pytest.mark.slow), lj.diloco(2, delay=1)],
+    [lj.local_sgd(2, delay=1), lj.diloco(2, delay=1)],
 )
 def test_behind_a_delayed_message_no_element_takes_a_target_that_overflows(tx):
     """The gradient does not wait for a test of all numbers, so the other elements move."""
@@ -71,6 +73,7 @@ def test_float16_takes_no_target_beyond_its_range():
     assert (np.asarray(lj.diagnostics(state)[0].dropped) == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", mostly_slow(["mean", "radial"], fast=["radial"]))
 def test_pseudo_gradients_of_any_size_merge(merge):
     """All workers move alike, so that both merges are the move itself."""
@@ -83,6 +86,7 @@ def test_pseudo_gradients_of_any_size_merge(merge):
 FAR = {"geometric_median": {}, "krum": {"faulty": 2}, "trimmed_mean": {"cut": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(FAR, fast=["krum"]))
 def test_two_huge_workers_of_eight_do_not_move_a_robust_mean(kind):
     tx = lj.exchange(lj.Pull(lj.rules.robust_mean(kind, **FAR[kind]), 1.0))

@@ -26,6 +26,7 @@ UNTOUCHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(UNTOUCHED, fast=["lsgd", "not_due"]))
 def test_integers_and_bools_are_bit_identical_also_before_floats(name):
     """As the first leaves, they must not be reported as misplaced."""
@@ -89,6 +90,7 @@ def test_integers_are_updated_as_integers():
     assert after == {"n": 2**24 + 3, "nan": 5}
 
 
+@pytest.mark.slow
 def test_trees_without_floats_and_empty_leaves_pass_unchanged():
     tx = lj.exchange(lj.Pull(lj.rules.average(), 1.0))
     for params in ({}, {"n": np.zeros((2,), np.int32)}, {"w": np.zeros((2, 0, 3))}):
@@ -126,6 +128,7 @@ def test_leaves_that_cannot_be_summed_must_be_excluded():
     np.testing.assert_array_equal(moved["z"], 2 * x["z"])
 
 
+@pytest.mark.slow
 def test_the_loss_has_two_names_and_may_be_any_number():
     tx, workers = lj.lsgd(0.5, 0.5, 1, 1), lj.Workers(1, 2)
     given = [{"value": 1}, {"loss": np.float64(1)}, {"loss": jnp.bfloat16(1)}]
@@ -195,6 +198,7 @@ KINDS = "lsgd easgd diloco noloco parle osgp_delayed cge_decay".split()
 WITHOUT_WIRES = [name for name in METHODS if "+" not in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(WITHOUT_WIRES, fast=KINDS))
 def test_a_state_is_the_same_from_outside_of_mapped_functions(name):
     """There all workers start from the same parameters, as with `nnx.Optimizer`."""

@@ -91,7 +91,8 @@ def test_equal_fragments_share_one_program():
     assert [program._cache_size() for program in run._programs.values()] == [1, 1]
 
 
-@pytest.mark.parametrize("W", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("W", [1, 4])
 def test_nested_methods_have_their_own_exchanges(W):
     train = lj.around(
         lj.around(both, lj.local_sgd(1), params="one"), lj.diloco(2), params="two"
@@ -221,6 +222,7 @@ COMPILERS = {
 MAPPED = [("pmap", "local_sgd"), ("vmap", "local_sgd"), ("vmap", "wagma")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, method", mostly_slow(MAPPED, fast=MAPPED[:2]))
 def test_programs_that_map_over_workers_themselves(name, method):
     """With donated buffers; the rounds of a graph are programs of their own."""

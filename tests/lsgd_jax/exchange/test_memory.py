@@ -67,6 +67,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, grid", mostly_slow(COMBINED, fast=PAIRED))
 def test_trees_in_host_memory_give_the_same_numbers(name, grid):
     """Also after loading a state, which puts all of it on the devices."""
@@ -110,6 +111,7 @@ def test_the_bytes_per_parameter_are_those_in_the_docs(code, device, with_host, 
     )
 
 
+@pytest.mark.slow
 def test_host_memory_in_a_scan_over_steps():
     workers = lj.Workers(1, 2)
     x = workers.put(np.array([[1.0, 2.0], [3.0, 5.0]], np.float32))

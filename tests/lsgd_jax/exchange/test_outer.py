@@ -91,6 +91,7 @@ def test_only_rules_that_read_them_keep_a_copy_of_the_parameters():
     assert keep == READING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [lj.diloco(3), lj.dpsgd(), lj.lsgd(0.1, 0.1, 3, 6)])
 def test_on_other_steps_parameters_are_bit_identical(method):
     """Including -0.0 and integers. dpsgd would be due on every step."""
@@ -324,6 +325,7 @@ def test_specs_that_do_not_fit_are_refused(specs, has_mesh, message):
         jax.eval_shape(over_replicas(o.init), sharded(mesh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("due", [None, False])
 def test_a_shard_map_of_explicit_axes_is_like_workers(due):
     """The library reads the layouts inside a worker from types."""

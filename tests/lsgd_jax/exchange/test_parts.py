@@ -55,6 +55,7 @@ def test_every_method_gives_its_part_to_its_pulls(method):
     assert pulls and all(pull.part == ["head"] for pull in pulls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [slow(functools.partial(lj.lsgd, 0.5, 0.5, 1, 1)), functools.partial(lj.diloco, 1)]
@@ -80,6 +81,7 @@ def test_all_forms_of_a_part_select_the_same_leaves(form):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_fragments_of_a_part_take_turns():
     tx = lj.diloco(2, optax.sgd(1.0), fragments=2, part=["body"])
     once, _ = exchanged(tx, GRID, PARAMS)
@@ -89,6 +91,7 @@ def test_fragments_of_a_part_take_turns():
     assert moved(twice) == {"body": {"w": True, "v": True}, "head": False}
 
 
+@pytest.mark.slow
 def test_empty_nodes_of_optax_stay_empty():
     params = {"body": optax.MaskedNode(), "head": PARAMS["head"]}
     got, _ = exchanged(lj.local_sgd(1), GRID, params)
@@ -114,6 +117,7 @@ def test_invalid_parts_are_refused(part, message):
 GOSSIP = ["dpsgd", "adpsgd", "pairwise", "clock", "gosgd", "sgp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["pairwise", "sgp"]))
 def test_gossip_is_as_exact_as_the_parameters(name):
     """One step against the mixing matrix, in float64."""

@@ -48,9 +48,10 @@ def test_the_hook_of_every_node_is_called_also_inside_another_node():
 UNEVEN = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 3), (3, 0)]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gosgd",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
+    [False, True],
     ids=["sgp", "gosgd"],
 )
 def test_weights_are_reset_to_one_so_that_no_worker_counts_twice(gosgd):
@@ -83,6 +84,7 @@ def test_a_state_that_is_shared_by_groups_cannot_be_resized():
         lj.resize(state, [0, 1])
 
 
+@pytest.mark.slow
 def test_losses_follow_their_worker_and_new_workers_elect_the_next_leader():
     tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3)
     params, state = state_of(tx, 2, 2, steps=2)
@@ -95,6 +97,7 @@ def test_losses_follow_their_worker_and_new_workers_elect_the_next_leader():
     assert lj.diagnostics(state)[1].leader.tolist() == [best] * 3
 
 
+@pytest.mark.slow
 def test_old_leaders_pull_no_worker_until_new_ones_are_elected():
     """Proximal steps keep the parameters of leaders, which led the old workers."""
     tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3, local_proximal=1.0)
@@ -104,6 +107,7 @@ def test_old_leaders_pull_no_worker_until_new_ones_are_elected():
     np.testing.assert_array_equal(stay, params)
 
 
+@pytest.mark.slow
 def test_a_shared_outer_state_continues_with_other_workers():
     """Momentum and anchor stay, so workers without gradients move by the momentum alone."""
     tx = lj.diloco(2, optax.sgd(0.5, momentum=0.9))

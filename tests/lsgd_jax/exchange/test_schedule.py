@@ -205,6 +205,7 @@ def test_local_sgd_with_a_growing_period_against_numpy(delay, form):
         lj.diagnostics(state, lj.lsgd())
 
 
+@pytest.mark.slow
 def test_workers_train_alone_before_the_first_period():
     """From there on they train as those that begin with it."""
     start, grads = losses_and_rows(12)

@@ -36,6 +36,7 @@ def test_the_compiled_step_grows_linearly_with_the_number_of_leaves():
     assert many < 3.3 * few
 
 
+@pytest.mark.slow
 def test_small_leaves_travel_together_and_large_ones_alone():
     small = {str(i): jnp.ones([2, 2], [jnp.float32, jnp.bfloat16][i % 2]) for i in range(6)}
     tree = small | {"large": jnp.ones([2**10, 2**11])}
@@ -84,6 +85,7 @@ def stepping(pulls, workers):
     return of, x, workers.map(tx.init)(x), g, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PULLS, *methods_that_pull()])
 def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
     pulls = PULLS[name]() if name in PULLS else METHODS[name].make(4)

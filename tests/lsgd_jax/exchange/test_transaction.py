@@ -100,6 +100,7 @@ RATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(RATES, fast=["warm-up"]))
 def test_slowmo_goes_on_where_the_learning_rate_is_0(name):
     """By hand: where η is 0, a moves by the workers' mean move alone."""
@@ -118,6 +119,7 @@ def test_slowmo_goes_on_where_the_learning_rate_is_0(name):
     assert not lj.diagnostics(state)[0].dropped.any()
 
 
+@pytest.mark.slow
 def test_beside_a_gradient_a_target_that_is_not_finite_is_counted_when_it_lands():
     tx = lj.diloco(2, optax.scale_by_schedule(nan_at(0, -0.5)), delay=1)
     seen, state = train(tx, WORKERS, START, [MOVES] * 2)
@@ -132,6 +134,7 @@ def test_beside_a_gradient_a_target_that_is_not_finite_is_counted_when_it_lands(
 OUTER = {"adam": optax.adam(0.1), "rmsprop": optax.rmsprop(0.1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(OUTER, fast=["adam"]))
 def test_an_outer_optimizer_whose_squares_overflow_drops_one_exchange(name):
     """At the next one the worker that is huge counts as not finite."""
@@ -197,6 +200,7 @@ def with_pulls(name, **changes):
     return lj.exchange(*(dataclasses.replace(x, offset=0, **changes) for x in pulls))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(PLAIN, fast=["lsgd"]))
 def test_a_strength_that_is_nan_once_moves_no_worker(name):
     tx = with_pulls(name, every=2, delay=0, strength=nan_at(2, 0.5))

@@ -21,6 +21,7 @@ def trained(tx, steps):
     return seen[-1], state
 
 
+@pytest.mark.slow
 def test_momentum_is_averaged_with_the_parameters():
     """Two steps of heavy-ball SGD, averaged after the second: by hand."""
     tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.local_sgd(period=2), "trace")
@@ -33,6 +34,7 @@ def test_momentum_is_averaged_with_the_parameters():
     np.testing.assert_allclose(trace, second.mean(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_between_exchanges_are_those_of_the_base_optimizer():
     base = optax.adam(0.1)
     x, state = trained(lj.with_state(base, lj.local_sgd(period=5), "mu", "nu"), 4)

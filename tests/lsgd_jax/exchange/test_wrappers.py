@@ -114,6 +114,7 @@ WRAPPED = {
 QUICK = ["conditionally_transform"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(WRAPPED, fast=QUICK))
 def test_a_wrapped_method_computes_the_same_on_every_layout(name):
     wrapped, by_hand = WRAPPED[name]
@@ -166,6 +167,7 @@ def test_a_state_that_is_put_back_on_one_worker_is_refused_with_the_way_out():
         workers.map(put_back(LOCAL_SGD))(x, workers.map(LOCAL_SGD.init)(x), x)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_put_back_does_not_hang_in_a_program_for_each_phase():
     """Under `pmap`, where nothing is refused. Without phases the program would hang."""
     method = lj.local_sgd(2, axes="batch")
@@ -185,6 +187,7 @@ BY_TURNS = {"fragments": 2, "scan_axis": 0, "delay": 1, "wire": "int8"}
 FLOATS = {"w": True, "b": True, "count": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [
@@ -243,6 +246,7 @@ def test_an_exchange_does_not_move_schedule_free_iterates():
     assert apart(params) < 1e-6 and apart(state[0].z) > 0.1
 
 
+@pytest.mark.slow
 def test_schedule_free_behind_allreduce_uses_the_mean_gradient():
     params, state = train(optax.chain(lj.allreduce(), schedule_free(SGD)))
     mean = optax.stateless(lambda grads, params: lax.pmean(grads, ("node", "local")))

@@ -3,7 +3,7 @@
 import numpy as np
 import optax
 import pytest
-from harness import CASES_2026, inputs_2026, train_rows
+from harness import inputs_of, train_rows
 
 import lsgd_jax as lj
 
@@ -12,7 +12,7 @@ def test_a_worker_with_a_gradient_20_times_as_large_has_no_influence():
     """At t = 8 worker 1 is anomalous: the rest goes on as if it stood at the anchor."""
     spikes = np.ones((2, 8, 3, 1))
     spikes[:, 7, 1, 0] = 20, 1000
-    start, gradients = inputs_2026(CASES_2026["edit-3"])
+    start, gradients = inputs_of("edit-3")
     guard = lj.Guard(decay=0.3, warmup=2, threshold=3.0, temperature=1.0, clip=1.0)
     tx = optax.chain(optax.sgd(0.1), lj.diloco(2, guard=guard))
     (seen, _), (again, _) = (

@@ -81,6 +81,7 @@ def test_proximal_steps_pull_towards_the_last_elected_leaders():
         np.testing.assert_allclose(got[t - 1], y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_axis_is_one_node():
     """Under `pmap` as under `Workers(nodes=1)`."""
     x, updates, losses = draw(4, steps=4)

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import ORACLES_2026, aggregate, exchanged, mostly_slow
+from harness import aggregate, exchanged, mostly_slow
 
 import lsgd_jax as lj
+import oracles
 from lsgd_jax._src.wire import packing
 
 
-ORACLE = ORACLES_2026["units"]["robust"]
+ORACLE = oracles.ROWS["units"]["robust"]
 ROWS = np.array(ORACLE["rows"])
 
 KINDS = {
@@ -47,6 +48,7 @@ def test_oracle_of_both_forms(kind):
     check(exchanged(lj.exchange(pull), lj.Workers(1, 7), tree(ROWS))[0], expected(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_that_are_not_finite_are_dropped_first(kind):
     make, options = KINDS[kind]
@@ -60,6 +62,7 @@ def test_the_median_stands_in_for_what_needs_more_workers():
         check(aggregate(tx, tree(ROWS)), np.median(ROWS, 0), atol=0)
 
 
+@pytest.mark.slow
 def test_multi_krum_is_the_mean_of_the_best():
     gaps = np.square(ROWS[:, None] - ROWS).sum(-1)
     scores = np.sort(gaps, axis=1)[:, 1:-3].sum(axis=1)  # without itself and f + 1 others
@@ -86,6 +89,7 @@ EVERY += [("trimmed_mean", "local"), ("geometric_median", "node")]
 FAST = [("krum", GROUPS[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the workers of a node never meet")
 @pytest.mark.parametrize("kind, axes", mostly_slow(EVERY, fast=FAST))
 def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monkeypatch):
@@ -112,6 +116,7 @@ def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monke
             np.testing.assert_allclose(first, other, rtol=close, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["krum", "geometric_median"], fast=["krum"]))
 def test_bytes_do_not_grow_with_the_workers(kind):
     """The gradient, 1/W of the result, a count, and 3 W x W or 3 W sums of squares."""
@@ -124,6 +129,7 @@ def test_bytes_do_not_grow_with_the_workers(kind):
         assert not seen.misplaced.any()  # nothing is known without parameters
 
 
+@pytest.mark.slow
 def test_a_sharded_worker_counts_every_coordinate_once():
     """One leaf lies in shards, the other one, a number, on both devices of each worker."""
     workers = lj.Workers(1, 4, inside={"fsdp": 2})

@@ -53,6 +53,7 @@ def round_trip(wire, keeps_shapes=False):
     return on_device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", mostly_slow(["int8", "int4"], fast=["int4"]))
 @given(tree=trees)
 @few

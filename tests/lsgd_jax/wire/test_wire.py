@@ -114,6 +114,7 @@ def test_zeros_stay_and_non_finite_values_count_as_zero(format):
     assert there_and_back(jnp.zeros((0, 3)), wire).shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_leaves_share_no_scale_and_gaps_do_not_travel():
     """Small leaves share a buffer, with the results of each leaf alone."""
     draw = np.random.default_rng(0).normal
@@ -214,6 +215,7 @@ BEGINS = ("together", "apart", "one at nan", "all huge", "one huge")
 FIRST = [(r, w, b) for r in ("source", "mean") for w in FORMATS for b in BEGINS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, format, begin",
     mostly_slow(FIRST, fast=[x for x in FIRST if x[:2] == ("mean", "int4")]),
@@ -243,6 +245,7 @@ def test_the_first_exchange_rounds_differences_and_not_values(method, format, be
     close(others[format], others["float32"], atol=largest / levels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx", [lj.local_sgd(2, wire="int8"), lj.diloco(2)], ids=["reference", "anchor"]
 )
@@ -355,6 +358,7 @@ def test_gossip_conserves_the_sum_in_spite_of_rounding(name):
     assert lj.consensus_distance(x) < 0.7 * np.sqrt(W - 1)  # they do come together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inside, small",
     mostly_slow([({}, 10**6), ({}, 0), ({"fsdp": 2}, 0)], fast=[({"fsdp": 2}, 0)]),
@@ -413,12 +417,13 @@ def test_targets_are_bit_identical_on_all_workers(method, across, devices):
             np.testing.assert_array_equal(copy.data, u[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nodes, locals, inside, across",
     [
         (4, 1, {"fsdp": 2}, None),  # by shares
-        pytest.param(2, 1, {"fsdp": 2, "tp": 2}, None, marks=pytest.mark.slow),  # gathered
-        pytest.param(2, 2, {"fsdp": 2}, "node", marks=pytest.mark.slow),
+        (2, 1, {"fsdp": 2, "tp": 2}, None),  # gathered
+        (2, 2, {"fsdp": 2}, "node"),
     ],
 )
 def test_devices_of_a_worker_draw_alike_for_copies(
@@ -444,6 +449,7 @@ def test_devices_of_a_worker_draw_alike_for_copies(
     assert np.any(kept.error["b"]) and (first != second).any()
 
 
+@pytest.mark.slow
 def test_float32_adds_nothing():
     plain, named = (lj.lsgd(0.1, 0.2, **k) for k in ({}, {"wire": "float32"}))
     workers = lj.Workers(2, 2)
@@ -457,7 +463,8 @@ def test_float32_adds_nothing():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("locals", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("locals", [1, 3])
 def test_inside_one_node_nothing_is_rounded(locals):
     rng = np.random.default_rng(0)
     start, steps = rng.normal(size=(2, locals, 9)).astype(np.float32)

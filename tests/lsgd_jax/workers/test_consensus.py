@@ -56,6 +56,7 @@ def test_consensus_distance_of_complex_leaves_by_hand():
     np.testing.assert_allclose(lj.consensus_distance(both), (3 / 8) ** 0.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_dtypes_that_jax_does_not_promote_by_itself():
     narrow = jnp.array([[1.0, 2.0], [3.0, 4.0]], jnp.float8_e4m3fn)
     assert lj.consensus(narrow).tolist() == [2, 3]
@@ -109,10 +110,11 @@ def over_an_explicit_axis(f):
     return lj.Workers(mesh=mesh, axes="batch").map(f)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "map",
     [
-        pytest.param(over_a_pmap, marks=pytest.mark.slow),
+        over_a_pmap,
         over_an_explicit_axis,
     ],
 )

@@ -42,6 +42,7 @@ def test_every_way_to_request_devices_reserves_threads(code, settings, expected)
     assert threads > 2 * devices if devices > 1 else threads == 0
 
 
+@pytest.mark.slow
 def test_the_import_changes_no_environment_variable():
     code = "import os; before = dict(os.environ); import lsgd_jax; "
     code += "assert dict(os.environ) == before"

@@ -124,6 +124,7 @@ def trace(program, workers):
     return [str(each.message) for each in told]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_workers_of_a_node_that_never_meet_are_told_once(name):
     program, make = APART[name]
@@ -135,6 +136,7 @@ def test_workers_of_a_node_that_never_meet_are_told_once(name):
     assert name != "diloco" or trace(program, workers) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOGETHER)
 def test_nothing_is_told_of_other_programs(name):
     program, make = TOGETHER[name]

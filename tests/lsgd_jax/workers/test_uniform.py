@@ -95,6 +95,7 @@ HANGING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HANGING)
 def test_a_branch_on_per_worker_values_with_collectives_is_refused(trace, name):
     with pytest.raises(ValueError, match=HANGS):

@@ -70,6 +70,7 @@ def test_a_function_that_communicates_stays_vmapped():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_outside_of_workers_the_function_is_unchanged():
     step, weights = step_of(lj.unrolled), jnp.ones([3, 3, 2, 4])
     arguments = weights, jnp.ones([5, 6, 6, 2]), jax.random.key(0)

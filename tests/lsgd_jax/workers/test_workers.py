@@ -148,6 +148,7 @@ def test_numbers_that_a_function_returns_become_arrays(workers):
     assert shared.value.shape == () and int(shared.value) == 2
 
 
+@pytest.mark.slow
 def test_keys_are_fetched_as_keys_that_can_be_put_back(workers):
     keys = jax.random.split(jax.random.key(7, impl="rbg"), workers.num_workers)
     fetched = workers.fetch((workers.put(keys), workers.share(keys[0])))
@@ -229,9 +230,8 @@ class LossScale:
         return cls(*leaves)
 
 
-@pytest.mark.parametrize(
-    "inside", [pytest.param(None, marks=pytest.mark.slow), {"fsdp": 2}]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [None, {"fsdp": 2}])
 def test_a_node_of_the_user_is_built_of_arrays_only(inside):
     workers = lj.Workers(2, 2, inside=inside)
 
@@ -413,6 +413,7 @@ def test_map_takes_any_number_of_arguments_beside_static_ones():
     np.testing.assert_array_equal(mapped(x, x, x, factor=2), 6 * np.arange(4.0))
 
 
+@pytest.mark.slow
 def test_steps_in_one_scan_are_bit_identical_to_separate_steps():
     workers = lj.Workers(2, 4)
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), lj.lsgd(0.3, 0.2, 2, 4))

@@ -74,6 +74,7 @@ def drawn(run, tmp_path_factory):
     return folder, before, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_only_the_figure_and_the_arrays_are_written(drawn):
     folder, before, printed = drawn
     after = contents(folder)
@@ -93,6 +94,7 @@ def test_the_trajectory_ends_exactly_at_the_checkpoint(drawn):
     np.testing.assert_array_equal(arrays["positions"][arrays["worker"]], 0)
 
 
+@pytest.mark.slow
 def test_positions_agree_with_the_checkpoints_in_float64(drawn, saved):
     arrays, end = arrays_in(drawn[0]), all_workers(saved.state)
     origin, u, v = plane_of(arrays, end)
@@ -121,6 +123,7 @@ def test_leaders_are_the_last_ones_in_the_runs_log(drawn):
     assert names[0].startswith(f"worker {worker}") and "the center" in names
 
 
+@pytest.mark.slow
 def test_losses_agree_with_the_models_at_these_points(drawn, saved):
     """Checks the worker itself and places of the grid: rows are ys, columns xs."""
     arrays = arrays_in(drawn[0])

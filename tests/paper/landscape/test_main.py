@@ -34,6 +34,7 @@ def test_only_own_results_are_overwritten(copied, computed, capsys):
     assert contents(copied) == before
 
 
+@pytest.mark.slow
 def test_results_can_go_to_another_folder(run, computed, tmp_path):
     before = contents(run)
     assert draw([str(run), "--out", str(tmp_path / "a" / "b")]) == 0

@@ -69,6 +69,7 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
         assert not lj.diagnostics(method.around(optax.sgd(0.1)).init(jnp.zeros(3)))
 
 
+@pytest.mark.slow
 def test_a_part_of_the_parameters_is_chosen_by_paths():
     (pull,) = methods.make("local-sgd", part="!head").exchanges(1.0).pulls
     assert pull.part("body/kernel") and not pull.part("head/kernel")
@@ -82,6 +83,7 @@ def test_a_part_of_the_parameters_is_chosen_by_paths():
     np.testing.assert_allclose(updates["head"], [[-0.1], [-0.3]], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, factory, options",
     [
@@ -118,6 +120,7 @@ def test_slowmo_uses_the_learning_rate_of_its_step():
     np.testing.assert_allclose(seen[:, 0], [-1.0, -1.15], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_parle_follows_its_equation_while_the_learning_rate_drops():
     """Inner and outer loop use the learning rate of the base optimizer at each step."""
     gradients, decay, gamma, rho, period = np.array([1.0, 3.0]), 0.5, 0.2, 0.3, 2

@@ -99,6 +99,7 @@ def test_an_edited_setting_is_named(field, value, reason, read_edited):
         read_edited(field, value)
 
 
+@pytest.mark.slow
 def test_any_edited_value_is_read_or_refused_in_one_line(read_edited):
     values = None, 1.5, 10**400, float("inf"), "x", [], ["a"], {}
     written = configuration.fields(digits.CONFIG).keys() - configuration.DISTRIBUTED

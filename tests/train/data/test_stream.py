@@ -261,6 +261,7 @@ def failing(copied):
     return patch.undo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("go_away", [unmounted, failing])
 def test_data_that_are_away_for_a_moment_lose_no_image(copied, monkeypatch, go_away):
     monkeypatch.setattr(imagenet, "WAITS", (0.05, 0.1, 5, 5))
@@ -338,6 +339,7 @@ def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
 # Bounds and the end
 
 
+@pytest.mark.slow
 def test_reading_ahead_is_bounded(folder, read):
     reader = make_stream(folder, ahead=3)
     read.clear()

@@ -100,6 +100,7 @@ def test_resuming_is_bit_identical(finished, folder, tmp_path, capsys):
     assert printed.count("cat/0.JPEG is left out") == 2 == printed.count("ant/0.JPEG is")
 
 
+@pytest.mark.slow
 def test_the_step_needs_nothing_from_the_host(finished):
     run, _ = finished
     experiment, state = run.experiment, run.experiment.init()
@@ -109,6 +110,7 @@ def test_the_step_needs_nothing_from_the_host(finished):
                 state, _ = experiment.step(state, experiment.data, batch)
 
 
+@pytest.mark.slow
 def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     data = shutil.copytree(folder, tmp_path / "data")
     run = open_run(small(data, tmp_path / "run", steps=16, test_every=16))

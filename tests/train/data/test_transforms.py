@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from train.data import transforms
 
@@ -10,6 +11,7 @@ from train.data import transforms
 IMAGES = np.random.default_rng(0).integers(0, 256, size=(64, 32, 32, 3), dtype=np.uint8)
 
 
+@pytest.mark.slow
 def test_random_crops_and_flips_are_parts_of_the_image():
     crops = np.asarray(
         transforms.random_crop_flip(jax.random.key(0), jnp.asarray(IMAGES), 28)

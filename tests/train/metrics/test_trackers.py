@@ -67,6 +67,7 @@ def test_a_project_may_belong_to_a_team(wandb, tmp_path, monkeypatch):
     assert (wandb.options["entity"], wandb.options["project"]) == ("team", "own")
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_id_and_sends_no_step_twice(wandb, tmp_path, monkeypatch):
     """A killed run leaves events after its checkpoint, and may be moved."""
     tiny.install(share=True, set=monkeypatch.setattr)

@@ -19,6 +19,7 @@ SMALL = (
 ).split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -52,6 +53,7 @@ def figure(monkeypatch, tmp_path, pulls, steps):
     return dict(zip(names, drawn)).get("traffic.png")
 
 
+@pytest.mark.slow
 def test_fragments_lower_the_peak_and_not_the_mean(monkeypatch, tmp_path):
     whole = [[100, 0, 4_000_000, 20]]
     streaming = [[100, at, 1_000_000, 20] for at in (20, 45, 70, 95)]

@@ -31,6 +31,7 @@ def off(row):
     return [points(ours(row, share), float(row[share])) for share in SHARES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ROWS)
 def test_bandwidths_are_within_one_point_of_the_grid(setting):
     assert max(map(abs, off(ROWS[setting]))) <= 1

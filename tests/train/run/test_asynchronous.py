@@ -48,6 +48,7 @@ def ran(opened, monkeypatch):
     return ran
 
 
+@pytest.mark.slow
 def test_a_run_writes_the_usual_files_and_the_progress_of_each_worker(ran, monkeypatch):
     monkeypatch.setattr(loop, "draw", DRAW)
     run, result = ran(SLOW)
@@ -73,6 +74,7 @@ def test_a_run_writes_the_usual_files_and_the_progress_of_each_worker(ran, monke
     jax.tree.map(np.testing.assert_allclose, loaded, expected)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_a_signal_resumes(ran, capsys):
     def signaled(status, remote):
         if sum(report.steps for report in status.reports.values()) == 28:
@@ -91,6 +93,7 @@ def test_a_run_stopped_by_a_signal_resumes(ran, capsys):
     assert events["test"][-1]["center_error"] < 50
 
 
+@pytest.mark.slow
 def test_the_start_of_the_processes_is_no_time_of_training(ran):
     def signaled(status, remote):
         if not remote.stopped:
@@ -242,6 +245,7 @@ def test_a_worker_that_takes_no_steps_is_named_once(opened, monkeypatch, capsys)
     assert len(told(563, 4, 12, 12, 0)) == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_answer_is_named(ran, monkeypatch, capsys):
     states = simulated_engine.Remote.states
     silent = lambda self, own=True: [*states(self)[:2], None, *states(self)[3:]]

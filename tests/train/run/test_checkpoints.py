@@ -82,6 +82,7 @@ def test_a_checkpoint_without_checksums_is_read_and_named(opened, folder, warnin
     assert said.startswith("the checkpoint of step 2 has no sha256.json: it is of an earl")
 
 
+@pytest.mark.slow
 def test_the_latest_checkpoint_with_finite_losses_is_kept(opened, folder):
     """In addition to the latest ones, which are kept anyway."""
     checkpoints, kept = opened(), []
@@ -103,6 +104,7 @@ def saved(checkpoints, step, tested, state=state):
     return checkpoints.save(step, state(step), notes) and checkpoints.wait()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept(opened, folder):
     checkpoints, kept = opened(), []
     for step, tested in [(1, 5.0), (2, 3.0), (3, None), (4, 3.0), (5, 4.0), (6, 9.0)]:
@@ -282,8 +284,6 @@ def test_a_folder_that_cannot_be_written_to_leaves_no_thread(
     assert capfd.readouterr() == ("", "")
 
 
-# Orbax leaves coroutines behind when a write fails; they complain when collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_disk_that_becomes_full_while_writing(opened, folder, warnings):
     """Simulated by a limit of 20 kB for each file. A better checkpoint replaces none."""
     noise = np.random.default_rng(0).bytes(200_000)
@@ -330,7 +330,6 @@ def test_a_failure_of_orbax_while_closing_does_not_fail_the_run(opened, monkeypa
     assert not checkpoints.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_folder_moved_while_a_checkpoint_is_written_is_not_recreated(
     tmp_path, warnings
 ):

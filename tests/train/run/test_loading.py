@@ -28,6 +28,7 @@ def error(loaded):
     return 100 * np.mean(np.argmax(loaded.logits(images), axis=1) != labels)
 
 
+@pytest.mark.slow
 def test_the_center_is_the_model_that_was_tested(finished):
     run, result = finished
     last = train.load(result.folder, "last")

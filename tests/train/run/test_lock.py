@@ -77,6 +77,7 @@ def hold_elsewhere(folder):
     shutil.rmtree(scratch)
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_changes_nothing(copied, capsys):
     folder = pathlib.Path(copied.run_dir)
     with holder(folder) as other:

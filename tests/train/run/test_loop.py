@@ -40,6 +40,7 @@ def center(run):
 # Files
 
 
+@pytest.mark.slow
 def test_compilation_is_no_training_time(opened, trained, monkeypatch):
     """By a clock that advances by 7 s in each step.
 
@@ -87,6 +88,7 @@ def test_metrics_hold_all_intervals_elections_and_tests(finished):
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
+@pytest.mark.slow
 def test_distances_are_measured_on_both_sides_of_an_exchange(opened, tmp_path):
     """Also where the step before it ends the interval before."""
     run = opened(log_every=1, test_every=20, run_dir=str(tmp_path / "each"))
@@ -133,6 +135,7 @@ AVERAGED = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, slow(AVERAGED)])
 def test_whole_steps_have_the_same_numbers(changes, finished, opened, tmp_path):
     """The same bits, but for roundings where batch statistics are averaged, too."""
@@ -168,6 +171,7 @@ def test_only_steps_with_a_pull_communicate(finished):
     assert sent == (12 // 2 + 12 // 4) * (4 * (numbers + 1) + 8)
 
 
+@pytest.mark.slow
 def test_a_program_for_each_phase_computes_the_same(finished, opened):
     expected, _ = finished
     run = opened(static_phases=True)
@@ -461,6 +465,7 @@ def test_a_second_ctrl_c_interrupts_at_once(opened, trained):
     run.checkpoints.close()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_figures_are_drawn_loses_no_result(opened, monkeypatch, capsys):
     draw = lambda folder: signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(loop, "draw", draw)
@@ -548,6 +553,7 @@ def found_by_tests(monkeypatch, errors):
         monkeypatch.setattr(tiny.Shared, name, result)
 
 
+@pytest.mark.slow
 def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
     found_by_tests(monkeypatch, [50.0, 50.0, 30.0, 30.0, 40.0, 40.0, 45.0, 45.0])
     computed, center = [], tiny.Shared.center
@@ -567,6 +573,7 @@ def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
     assert said in printed
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
     opened, trained, monkeypatch, capsys
 ):

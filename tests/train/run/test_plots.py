@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from outside import python
 
 from train.metrics import drawing
@@ -48,6 +49,7 @@ def test_figures_name_the_run_and_count_elections_in_integers(tmp_path, monkeypa
     assert [len(line.get_xdata()) for line in drawn[3].axes[0].lines] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_figures_show_each_step_and_both_sides_of_an_exchange(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(drawing.plt, "close", drawn.append)

@@ -96,6 +96,7 @@ def test_a_model_of_text_is_loaded_and_exported(finished, tmp_path):
     assert said["arguments"]["width"] == 16 and said["outputs"] == 17
 
 
+@pytest.mark.slow
 def test_a_test_is_the_mean_over_the_validation_text(finished):
     """Computed from consecutive windows in one batch, without workers."""
     run, result = finished

@@ -51,6 +51,7 @@ def trained(installed):
     return found
 
 
+@pytest.mark.slow
 def test_the_statistics_of_a_batch_are_its_mean_and_variance():
     x = jnp.asarray(np.random.default_rng(0).normal(2, 3, size=(64, 5)), jnp.float32)
     model = nn.BatchNorm(use_running_average=False, momentum=0.99)

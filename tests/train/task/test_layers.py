@@ -30,6 +30,7 @@ def both(train):
     return BatchNorm(**options), nn.BatchNorm(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 5, 6), (7,)])
 def test_batch_norm_has_the_values_statistics_and_gradients_of_flax(shape):
     x, weights = random(0, *shape), random(1, *shape)

@@ -40,6 +40,7 @@ def test_parameters_and_logits(model, shape, count):
     assert sum(leaf.size for leaf in jax.tree.leaves(variables["params"])) == count
 
 
+@pytest.mark.slow
 def test_a_resnet_shortcut_takes_every_other_pixel_and_pads_channels():
     block = BasicBlock(features=6, stride=2)
     x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (1, 4, 4, 2)), jnp.float32)
@@ -52,6 +53,7 @@ def test_a_resnet_shortcut_takes_every_other_pixel_and_pads_channels():
     np.testing.assert_array_equal(y, expected)
 
 
+@pytest.mark.slow
 def test_pooling_and_its_gradient_equal_those_of_flax():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 6, 3)), jnp.float32)
     flax_pool = lambda x: nn.max_pool(x, (2, 2), (2, 2))
@@ -60,6 +62,7 @@ def test_pooling_and_its_gradient_equal_those_of_flax():
     np.testing.assert_array_equal(gradient(max_pool_2x2), gradient(flax_pool))
 
 
+@pytest.mark.slow
 def test_dropout_is_active_only_in_training():
     x = jnp.ones((1, 8, 8, 1))
     model = DigitsCNN()
@@ -74,6 +77,7 @@ def test_dropout_is_active_only_in_training():
     np.testing.assert_array_equal(logits(first, False), logits(second, False))
 
 
+@pytest.mark.slow
 def test_a_block_starts_as_the_identity():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 256)), jnp.float32)
     block = Bottleneck(64)

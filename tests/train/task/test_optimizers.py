@@ -29,6 +29,7 @@ def moved(options, gradients, start=0.0, rate=None):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_descends(name):
     first, second = moved(OptimizerConfig(name), [1.0, 1.0], 5.0)
@@ -86,6 +87,7 @@ def test_only_large_gradients_are_clipped():
     np.testing.assert_allclose(moved(options, [5.0, 1.0]), [-2.0, -3.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_is_not_finite_is_skipped(name):
     options = OptimizerConfig(name=name, learning_rate=0.1, clip=1.0)
@@ -93,6 +95,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(name):
     assert moved(options, [np.nan, 1.0, np.inf, 2.0], 1.0)[1::2] == once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_decay_of_matrices_alone(name):
     """Without gradients only decay changes the parameters, which start at 1."""

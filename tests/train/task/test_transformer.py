@@ -29,9 +29,8 @@ def test_parameters_and_logits_of_the_reference():
     assert jax.eval_shape(model.apply, variables, tokens).shape == (2, 64, 65)
 
 
-@pytest.mark.parametrize(
-    "positions", ["rotary", pytest.param("learned", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_attention_is_causal_and_depends_on_positions(positions):
     model, variables, tokens = built(positions=positions)
     apply = jax.jit(model.apply)
@@ -48,6 +47,7 @@ def test_attention_is_causal_and_depends_on_positions(positions):
     np.testing.assert_allclose(fewer, logits[:, :3], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rotated_products_depend_only_on_the_distance():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
     spread = lambda x: rotated(jnp.broadcast_to(x, (1, 6, 1, 8)))[0, :, 0]
@@ -58,6 +58,7 @@ def test_rotated_products_depend_only_on_the_distance():
     assert np.ptp(products[0]) > 0.1
 
 
+@pytest.mark.slow
 def test_bfloat16_applies_to_activations_only():
     exact, variables, tokens = built()
     model = exact.clone(dtype="bfloat16")
@@ -101,6 +102,7 @@ def test_a_token_depends_on_the_source_and_on_earlier_tokens():
         assert (np.abs(apply(other, target) - logits).max(axis=2) > 1e-5).all()
 
 
+@pytest.mark.slow
 def test_padding_changes_no_logits():
     _, apply, _, source, target, logits = translating()
     more = (np.pad(x, ((0, 0), (0, 2)), constant_values=PAD) for x in (source, target))
@@ -109,9 +111,8 @@ def test_padding_changes_no_logits():
     np.testing.assert_allclose(alone[0], logits[1], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "positions", ["rotary", pytest.param("learned", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_one_token_after_the_other_gives_the_same_logits(positions):
     """With keys and values of earlier tokens in a cache."""
     model, _, variables, source, target, logits = translating(positions)

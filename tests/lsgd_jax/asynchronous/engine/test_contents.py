@@ -47,6 +47,7 @@ def rounded(vector, format, *draw):
 # Rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", NARROW)
 def test_a_vector_is_rounded_as_a_leaf_is_in_lock_step(format):
     vector, wire = normal(1000), lj.Wire(format)
@@ -56,6 +57,7 @@ def test_a_vector_is_rounded_as_a_leaf_is_in_lock_step(format):
     np.testing.assert_allclose(rounded(vector, format), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", STOCHASTIC)
 def test_draws_differ_by_turn_and_by_worker_and_repeat(format):
     vector = normal(600)
@@ -122,6 +124,7 @@ METHODS = {
 QUICK = ["async lsgd", "decoupled diloco"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", slow("int4")])
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in METHODS])
 def test_small_steps_add_up_although_each_is_rounded(format, name):
@@ -138,6 +141,7 @@ def test_small_steps_add_up_although_each_is_rounded(format, name):
     assert (abs(fallen(format) - fallen("float32")) < 0.8).all()
 
 
+@pytest.mark.slow
 def test_the_simulator_counts_and_times_encoded_messages():
     link = Network(bandwidth=1e4, latency=0.0)
     full, narrow = (

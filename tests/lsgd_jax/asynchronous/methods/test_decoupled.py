@@ -1,8 +1,5 @@
 """Decoupled DiLoCo: fragments, quorums, weights, and workers that are late or lost."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +8,14 @@ import pytest
 import toys
 
 import lsgd_jax as lj
+import oracles
 from lsgd_jax._src.asynchronous.methods import decoupled
 from lsgd_jax._src.asynchronous.methods.decoupled import DecoupledDiLoCoWorker
 from lsgd_jax._src.asynchronous.simulated.simulator import SimulatedTransport
 from lsgd_jax.asynchronous import DecoupledDiLoCo, Pulls
 
 
-ORACLES = pathlib.Path(__file__).parents[3] / "oracles" / "methods_2026.json"
-UNITS = json.loads(ORACLES.read_text())["units"]
+UNITS = oracles.ROWS["units"]
 OUTER = dict(learning_rate=0.5, momentum=0.6)
 
 
@@ -81,6 +78,7 @@ def test_a_slow_worker_answers_with_its_steps_and_is_weighed_by_tokens_and_steps
     np.testing.assert_allclose(anchor, [expected] * 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_answers_that_are_late_for_a_turn_are_ignored(monkeypatch):
     """The answers of worker 5 take 30 s. Its lags are known and do not raise the median."""
     ask, moved, answered = SimulatedTransport.ask_peer, DecoupledDiLoCoWorker._moved, []
@@ -131,6 +129,7 @@ def test_the_grace_follows_the_lags_between_a_tenth_of_a_step_and_a_turn():
     assert grace._grace(0.0) == grace._grace(30.0) == 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["float32", toys.slow("int8").values[0]])
 def test_all_workers_take_every_turn_from_one_worker(wire):
     outers = {}

@@ -21,6 +21,7 @@ def anchor(worker):
     return int(state["turn"]), toys.vector(state["outers"][0].anchor)
 
 
+@pytest.mark.slow
 def test_alone_with_n_of_1_it_is_nesterovs_outer_sgd():
     """Equal to optax, the anchor and where the worker starts from it."""
     steps, x = 12, toys.start()
@@ -39,6 +40,7 @@ def test_alone_with_n_of_1_it_is_nesterovs_outer_sgd():
     np.testing.assert_allclose(anchor(found)[1], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_together_and_equally_fast_it_is_diloco_in_lock_step():
     outer = optax.sgd(**OUTER, nesterov=True)
     lock_step = toys.simulate(toys.training(), Pulls(lj.diloco(3, outer)), 2, 2, steps=9)
@@ -79,6 +81,7 @@ def test_the_default_momentum_is_stable_where_local_steps_are_few(momentum, stab
     assert furthest < 0.01 if stable else furthest > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay, wire", [(0, "float32"), (2, "float32"), (0, "int4")])
 def test_every_turn_is_taken_once_and_builds_on_the_one_before(delay, wire):
     turns = {}

@@ -38,6 +38,7 @@ def test_alone_it_is_the_base_optimizer(name):
     assert alone.count == 5 and alone.report.bytes_sent == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["lsgd", "pairwise", "adpsgd", "diloco-delayed", "decoupled-diloco"]
 )
@@ -99,6 +100,7 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
 TYPED = "lsgd wagma-int8 pulls".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow([*METHODS, *TOGETHER], fast=TYPED))
 def test_bfloat16_float64_and_integer_leaves_keep_their_dtypes_and_bits(name):
     odd, third = 2**24 + 1, 1 / 3  # no float32

@@ -39,6 +39,7 @@ def test_it_equals_lock_step(method, in_lock_step, workers, latency):
     np.testing.assert_allclose(last, expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_messages_travel_beside_the_steps():
     link = Network(bandwidth=1e4, latency=0.0)
     message = toys.simulate(toys.training(), OSGP(), 1, 1, 1)[0].vector().nbytes
@@ -111,6 +112,7 @@ def test_late_neighbors_neither_speed_a_worker_up_nor_are_forgotten():
         assert worker.report.longest < 99  # it waits for the slow worker, and no timeout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [toys.slow("float32"), "int8"])
 def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(wire):
     options = dict(timeout=2.0, drops={1: 10.5}, seconds=[1, 1.1, 1.2, 1.3])

@@ -73,6 +73,7 @@ def place(x):
     return {"w": jnp.full(3, x), "n": jnp.int32(7)}
 
 
+@pytest.mark.slow
 def test_what_arrives_during_a_step_is_mixed_in_after_it(pair):
     a, b = pair(Pairwise(value=0.25))
     a.send(place(0.0), 1.0)

@@ -25,6 +25,7 @@ def run(method, nodes=2, locals=2, steps=10, training=None, **options):
     return toys.simulate(training, method, nodes, locals, steps, **options)
 
 
+@pytest.mark.slow
 def test_one_method_trains_models_of_several_shapes():
     """In one process, which keeps the compiled functions of a pull."""
     method = Pulls(lj.lsgd(**LEVELS))
@@ -70,6 +71,7 @@ def test_grids_of_one_and_of_odd_numbers_of_workers(grid):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fast_workers_take_more_of_a_budget_which_is_spent_exactly():
     method = Pulls(lj.lsgd(**{**LEVELS, "local_period": 4}), budget=True)
     counts, barriers = {}, []
@@ -94,6 +96,7 @@ def test_a_worker_that_misses_a_round_takes_over_the_reference_of_its_wire():
         jax.tree.map(np.testing.assert_array_equal, wire.reference, first.reference)
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_again_takes_over_and_no_step_counts_twice():
     method = Pulls(lj.diloco(4), budget=True)
     workers = run(method, steps=16, drops={1: 5.5}, joins={1: 9.5}, timeout=3)
@@ -105,6 +108,7 @@ def test_a_worker_that_starts_again_takes_over_and_no_step_counts_twice():
         jax.tree.map(np.testing.assert_array_equal, anchor, anchors[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [toys.slow(Pulls(lj.dpsgd())), Pulls(lj.local_sgd(2))])
 def test_a_worker_that_comes_too_late_in_lock_step_takes_over_from_another(method):
     note, seen = toys.noting(lambda worker: worker.count)
@@ -115,6 +119,7 @@ def test_a_worker_that_comes_too_late_in_lock_step_takes_over_from_another(metho
     assert max(worker.report.longest for worker in workers[:3]) <= 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_back_after_the_others_have_finished_counts_as_done():
     """It takes over from a finished peer, once."""
     method = Pulls(lj.diloco(4, delay=1))

@@ -43,6 +43,7 @@ def simulate(method=LSGD, nodes=2, locals=2, steps=8, network=NETWORK, **options
     return simulator.run(TRAINING, method, nodes, locals, steps, network, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, collectives", [(LSGD, True), (BUDGET, False)])
 def test_the_network_changes_no_numbers(method, collectives):
     """`test_pulls` compares those of a free network with lock step."""

@@ -1,0 +1,1 @@
+"""The acceptance run: python -m train.accept."""
