@@ -85,6 +85,8 @@ def test_unequal_degrees():
     assert star.out_degrees.tolist() == [[3, 1, 1, 1]]
     assert star.mixing[0, :, 0].tolist() == [0.25] * 4
     assert not star.balanced
+    names = [topology.exponential(4, peers).name for peers in (1, 2)]
+    assert names == ["exponential", "exponential (2 peers)"]
     assert topology.from_edges([[]], num_workers=1).out_degrees.tolist() == [[0]]
 
 
