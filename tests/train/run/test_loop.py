@@ -131,12 +131,13 @@ def test_a_run_compiles_its_step_once_and_each_exchange(finished, programs):
 AVERAGED = dict(
     model="digits-bn",
     batch_statistics="average",
-    method=methods.make("diloco", period=4, fragments=2, wire="int8"),
+    # In float32: a rounding may move a code of few bits by one.
+    method=methods.make("diloco", period=4, fragments=2),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, slow(AVERAGED)])
+@pytest.mark.parametrize("changes", [{}, AVERAGED])
 def test_whole_steps_have_the_same_numbers(changes, finished, opened, tmp_path):
     """The same bits, but for roundings where batch statistics are averaged, too."""
     whole = opened(static_phases=False, **changes)
