@@ -139,15 +139,14 @@ def weigh(*weights, edges=PUSHED):
 EXPONENTIAL = topology.exponential(8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, every, delay",
     [
-        (lj.rules.neighbors(EXPONENTIAL), 1, 0),
+        pytest.param(lj.rules.neighbors(EXPONENTIAL), 1, 0, marks=pytest.mark.slow),
         (lj.rules.neighbors(EXPONENTIAL), 3, 2),
-        (lj.rules.butterfly(2), 2, 0),
+        pytest.param(lj.rules.butterfly(2), 2, 0, marks=pytest.mark.slow),
         (lj.sgp(EXPONENTIAL).pulls[0].rule, 3, 0),
-        (lj.sgp(EXPONENTIAL).pulls[0].rule, 6, 0),
+        pytest.param(lj.sgp(EXPONENTIAL).pulls[0].rule, 6, 0, marks=pytest.mark.slow),
     ],
 )
 def test_the_round_is_that_of_the_exchange(rule, every, delay):

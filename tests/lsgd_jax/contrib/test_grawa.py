@@ -36,7 +36,6 @@ def test_the_gradient_is_read_where_the_base_is_not_sgd(layerwise):
     np.testing.assert_allclose(outside, seen, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.slow
 def test_a_power_of_0_is_a_soft_pull_to_the_mean():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(2).normal(size=(4, 3, 17))
     pulls = (
@@ -49,7 +48,6 @@ def test_a_power_of_0_is_a_soft_pull_to_the_mean():
     np.testing.assert_allclose(seen, mean, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_norm_of_0_takes_all_the_weight_and_several_share_it():
     start, gradients = np.random.default_rng(3).normal(size=(3, 17)), np.ones((2, 3, 17))
     gradients[:, 0] = 0

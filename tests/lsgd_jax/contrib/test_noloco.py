@@ -1,7 +1,6 @@
 """NoLoCo: the pull that keeps slow weights together."""
 
 import numpy as np
-import pytest
 from harness import (
     train,
 )
@@ -9,7 +8,6 @@ from harness import (
 import lsgd_jax as lj
 
 
-@pytest.mark.slow
 def test_noloco_keeps_the_slow_weights_together_if_gamma_pulls():
     """With another gradient for each worker; γ = 0 averages what is new, and no more."""
 

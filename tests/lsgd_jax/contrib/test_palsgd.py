@@ -143,7 +143,6 @@ def _with(method, grads):
     return [g for t, g in enumerate(grads, 1) if method.phase(t).needs_gradient]
 
 
-@pytest.mark.slow
 def test_without_skipped_steps_it_is_diloco(data):
     start, grads = data
     never = method(probability=0.0)

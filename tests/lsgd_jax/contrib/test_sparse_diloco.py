@@ -13,7 +13,6 @@ from lsgd_jax._src.wire.packing import Packing
 from lsgd_jax._src.wire.top_k import TopK, quantize
 
 
-@pytest.mark.slow
 def test_values_are_rounded_as_the_released_code_rounds_them():
     """It rounds a - y, and the wire y - a."""
     unit = oracles.ROWS["units"]["statistical_quantizer"]

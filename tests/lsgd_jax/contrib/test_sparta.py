@@ -8,7 +8,6 @@ import pytest
 import lsgd_jax as lj
 
 
-@pytest.mark.slow
 def test_sparta_averages_one_entry_of_every_cell_and_restores_by_the_step_before():
     tx, workers = lj.contrib.sparta(density=0.25, seed=3), lj.Workers(1, 4)
     rng = np.random.default_rng(0)

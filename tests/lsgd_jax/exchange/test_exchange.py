@@ -22,7 +22,6 @@ def pair():
 # Offsets, parts and delays
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delay", "turns"),
     # The last has two in flight.

@@ -38,7 +38,6 @@ def by(value, *workers):
     return move
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(OVERFLOWS, fast=["diloco"]))
 def test_workers_too_huge_to_be_added_up_count_as_not_finite(name):
     """They take the target whole at once, and the others' mean is as without them."""
@@ -73,7 +72,6 @@ def test_float16_takes_no_target_beyond_its_range():
     assert (np.asarray(lj.diagnostics(state)[0].dropped) == 1).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("merge", mostly_slow(["mean", "radial"], fast=["radial"]))
 def test_pseudo_gradients_of_any_size_merge(merge):
     """All workers move alike, so that both merges are the move itself."""

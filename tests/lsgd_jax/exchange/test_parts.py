@@ -81,7 +81,6 @@ def test_all_forms_of_a_part_select_the_same_leaves(form):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.slow
 def test_fragments_of_a_part_take_turns():
     tx = lj.diloco(2, optax.sgd(1.0), fragments=2, part=["body"])
     once, _ = exchanged(tx, GRID, PARAMS)

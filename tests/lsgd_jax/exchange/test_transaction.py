@@ -100,7 +100,6 @@ RATES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(RATES, fast=["warm-up"]))
 def test_slowmo_goes_on_where_the_learning_rate_is_0(name):
     """By hand: where η is 0, a moves by the workers' mean move alone."""

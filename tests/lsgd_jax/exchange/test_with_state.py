@@ -21,7 +21,6 @@ def trained(tx, steps):
     return seen[-1], state
 
 
-@pytest.mark.slow
 def test_momentum_is_averaged_with_the_parameters():
     """Two steps of heavy-ball SGD, averaged after the second: by hand."""
     tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.local_sgd(period=2), "trace")

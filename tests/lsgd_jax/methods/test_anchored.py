@@ -9,7 +9,6 @@ from harness import mostly_slow, train_rows
 import lsgd_jax as lj
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "field"),
     [

@@ -25,12 +25,11 @@ def test_post_local_sgd_switches():
     assert together == [True, True, True, False, False, True, False, False]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
         lambda: lj.local_sgd(1),
-        lambda: lj.sgp(graph.exponential(8)),
+        pytest.param(lambda: lj.sgp(graph.exponential(8)), marks=pytest.mark.slow),
     ],
     ids=["local_sgd", "sgp"],
 )

@@ -12,7 +12,6 @@ import lsgd_jax as lj
 graph = lj.topology
 
 
-@pytest.mark.slow
 def test_dpsgd_on_a_star_with_metropolis_weights():
     run = make(lj.dpsgd(graph.metropolis([(0, 1), (0, 2), (0, 3)])), 4)
     x = run.start["w"]
@@ -25,7 +24,6 @@ def test_dpsgd_on_a_star_with_metropolis_weights():
     close(seen[0]["w"], jnp.stack(rows))
 
 
-@pytest.mark.slow
 def test_adpsgd_averages_pairs_and_the_odd_worker_waits():
     run = make(lj.adpsgd(graph.bipartite_exponential(3)), 3)
     x, target = run.start["w"], run.batches[0]["w"]

@@ -20,7 +20,6 @@ def merged(tx, gradients):
     return -seen[0, 0]
 
 
-@pytest.mark.slow
 def test_where_directions_cancel_the_radial_merge_is_the_mean():
     """In leaf b alone; in leaf a they are orthogonal, and the norm stays."""
     g = np.zeros((2, 17))

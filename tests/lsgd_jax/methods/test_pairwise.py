@@ -15,7 +15,6 @@ def peer(x, hop):
     return jnp.roll(x, hop, axis=0)
 
 
-@pytest.mark.slow
 def test_pairwise_constant_schedule():
     run = make(lj.pairwise(value=lambda t: 0.1 * t), 4)
     seen, _ = run.still(2, run.start)
@@ -29,7 +28,6 @@ def test_pairwise_with_two_losses_of_zero_averages():
     assert part_taken("loss", *jnp.zeros(2), 0.5, 0.0) == 0.5
 
 
-@pytest.mark.slow
 def test_pairwise_fetches_with_a_probability():
     still = make(lj.pairwise(fetch_probability=0.0), 4)
     close(still.still(2, still.start)[0][-1], jax.device_get(still.start))
@@ -59,7 +57,6 @@ def test_pairwise_ignores_a_peer_that_is_not_finite(interpolation):
     assert np.isfinite(np.asarray(rule_of(state).measure)[[0, 2, 3]]).all()
 
 
-@pytest.mark.slow
 def test_gosgd_conserves_weights_and_weighted_parameters():
     run = make(lj.contrib.gosgd(send_probability=0.5, seed=1), 4)
     params = run.workers.put(run.start)

@@ -7,7 +7,6 @@ from harness import close, make
 import lsgd_jax as lj
 
 
-@pytest.mark.slow
 def test_parle_without_the_center_is_entropy_sgd():
     """The workers are then independent."""
     lr, gamma, L, decay = 0.1, 5.0, 3, 0.75
@@ -23,7 +22,6 @@ def test_parle_without_the_center_is_entropy_sgd():
         close(seen["w"], np.asarray(y))
 
 
-@pytest.mark.slow
 def test_parle_without_the_inner_loop_is_elastic_sgd():
     lr, rho, decay = 0.1, 0.5, 0.75
     tx = lj.parle(lr, 1, anchor_pull=0, center_pull=1 / rho, decay=decay)

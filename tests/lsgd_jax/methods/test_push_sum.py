@@ -50,7 +50,6 @@ def test_push_sum_conserves_mass(topology):
     close(params["w"][2], numerator["w"][2] / weight[2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "staleness, expected",
     [
@@ -83,7 +82,6 @@ def test_a_start_that_is_not_finite_is_not_in_flight():
     assert weight == 0
 
 
-@pytest.mark.slow
 def test_push_sum_mixes_with_the_given_weights():
     run = make(lj.sgp(PUSHED), 4)
     s, w = np.asarray(run.start["w"], np.float64), np.ones(4)

@@ -48,7 +48,6 @@ def test_oracle_of_both_forms(kind):
     check(exchanged(lj.exchange(pull), lj.Workers(1, 7), tree(ROWS))[0], expected(kind))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_that_are_not_finite_are_dropped_first(kind):
     make, options = KINDS[kind]
@@ -62,7 +61,6 @@ def test_the_median_stands_in_for_what_needs_more_workers():
         check(aggregate(tx, tree(ROWS)), np.median(ROWS, 0), atol=0)
 
 
-@pytest.mark.slow
 def test_multi_krum_is_the_mean_of_the_best():
     gaps = np.square(ROWS[:, None] - ROWS).sum(-1)
     scores = np.sort(gaps, axis=1)[:, 1:-3].sum(axis=1)  # without itself and f + 1 others

@@ -30,7 +30,6 @@ def node_mean(x):
     return np.repeat(x.reshape(NODES, LOCALS, -1).mean(axis=1), LOCALS, axis=0)
 
 
-@pytest.mark.slow
 def test_allreduce_inside_the_node_with_diloco_across():
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     tx = optax.chain(

@@ -48,7 +48,6 @@ def on_all_axes(workers, f, *given):
     return dict(zip(GROUPS, mapped(*workers.put(given))))
 
 
-@pytest.mark.slow
 def test_elect_and_broadcast(workers, tree):
     scores = np.array([3, 1, 1, 2, np.nan, 0.5, -np.inf, np.inf], np.float32)
 
@@ -84,7 +83,6 @@ def test_broadcasts_of_nan_and_bools_and_an_election_without_finite_scores(worke
     assert leader.tolist() == [0] * 8 and not found.any()
 
 
-@pytest.mark.slow
 def test_mean(workers, tree):
     where = np.array([1, 0, 1, 1, 0, 1, 1, 1], bool)
     tree["w"][1] = np.nan
@@ -267,7 +265,6 @@ def test_leaves_of_all_dtypes_lie_side_by_side_bit_by_bit(platform, leading):
             assert row.dtype == x.dtype and row.tobytes() == x.tobytes()
 
 
-@pytest.mark.slow
 def test_a_coordinatewise_rule_takes_two_messages():
     workers = lj.Workers(2, 2)
     tree = {str(i): jnp.ones((4, 3 + i)) for i in range(10)}

@@ -114,7 +114,6 @@ def test_zeros_stay_and_non_finite_values_count_as_zero(format):
     assert there_and_back(jnp.zeros((0, 3)), wire).shape == (0, 3)
 
 
-@pytest.mark.slow
 def test_leaves_share_no_scale_and_gaps_do_not_travel():
     """Small leaves share a buffer, with the results of each leaf alone."""
     draw = np.random.default_rng(0).normal
@@ -215,7 +214,6 @@ BEGINS = ("together", "apart", "one at nan", "all huge", "one huge")
 FIRST = [(r, w, b) for r in ("source", "mean") for w in FORMATS for b in BEGINS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, format, begin",
     mostly_slow(FIRST, fast=[x for x in FIRST if x[:2] == ("mean", "int4")]),

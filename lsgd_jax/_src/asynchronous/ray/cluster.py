@@ -47,6 +47,8 @@ class ClusterOptions:
         than the time to compile the first step.
       vain: the run ends when a worker is lost this many times in a row before a new step.
       env: environment variables of the workers, such as XLA_FLAGS or JAX_NUM_CPU_DEVICES.
+        With JAX_COMPILATION_CACHE_DIR a worker that is started again does not compile its
+        step anew.
       log: whether the output of workers and of Ray is also written here.
     """
 

@@ -21,7 +21,6 @@ def anchor(worker):
     return int(state["turn"]), toys.vector(state["outers"][0].anchor)
 
 
-@pytest.mark.slow
 def test_alone_with_n_of_1_it_is_nesterovs_outer_sgd():
     """Equal to optax, the anchor and where the worker starts from it."""
     steps, x = 12, toys.start()
@@ -40,7 +39,6 @@ def test_alone_with_n_of_1_it_is_nesterovs_outer_sgd():
     np.testing.assert_allclose(anchor(found)[1], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_together_and_equally_fast_it_is_diloco_in_lock_step():
     outer = optax.sgd(**OUTER, nesterov=True)
     lock_step = toys.simulate(toys.training(), Pulls(lj.diloco(3, outer)), 2, 2, steps=9)

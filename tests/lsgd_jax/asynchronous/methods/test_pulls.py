@@ -71,7 +71,6 @@ def test_grids_of_one_and_of_odd_numbers_of_workers(grid):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_fast_workers_take_more_of_a_budget_which_is_spent_exactly():
     method = Pulls(lj.lsgd(**{**LEVELS, "local_period": 4}), budget=True)
     counts, barriers = {}, []
