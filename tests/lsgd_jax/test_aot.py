@@ -392,6 +392,10 @@ def test_code_of_all_programs_lies_in_memory_at_once(monkeypatch):
     two, four = report([2**29] * 2), report([2**29] * 5)
     assert two.programs[0].memory.peak == 14.5 * 2**30 and two.hbm == 15 * 2**30
     assert two.fits and not four.fits and "All programs together: 16.5 GiB" in str(four)
+    shown = str(two).splitlines()
+    (row, _) = [line for line in shown if line.startswith(two.programs[0].name)]
+    assert row.split()[3:7] == ["14.5", "14", "0", "0.5"]  # GiB
+    assert "All programs together" not in str(report([0]))
     # On GPUs jax takes three quarters of the memory.
     assert not report([0], "host").fits
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")

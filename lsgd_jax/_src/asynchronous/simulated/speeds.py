@@ -30,6 +30,10 @@ class Speeds:
     >>> step_seconds = Speeds(step=0.1, slow={0: 3.0}).of(worker=0, seed=0)
     >>> round(step_seconds(), 3)
     0.3
+    >>> noisy_seconds = Speeds(step=1.0, lognormal=0.5).of(worker=0, seed=0)
+    >>> drawn = np.array([noisy_seconds() for _ in range(20_000)])
+    >>> round(float(drawn.mean()), 2), round(float(np.log(drawn).std()), 2)
+    (1.0, 0.5)
     """
 
     step: float = 0.01
