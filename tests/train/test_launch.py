@@ -10,6 +10,7 @@ import types
 
 import pytest
 from outside import ROOT, python, until
+from toys import slow
 
 from train import launch
 from train.process.exit_status import DELIBERATE
@@ -79,7 +80,7 @@ def test_the_processes_get_the_arguments_and_options_to_meet(run):
     ("ending", "status", "said"),
     [
         ("sys.exit(7)", 7, f"error: process 1 ended with status 7; {NOTHING_LOST}\n"),
-        (TELL + KILL, 137, "error: process 1 was ended by SIGKILL; to resume: again\n"),
+        slow(TELL + KILL, 137, "error: process 1 was ended by SIGKILL; to resume: again\n"),
     ],
 )
 def test_a_process_that_fails_ends_all(run, ending, status, said):

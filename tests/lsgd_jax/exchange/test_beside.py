@@ -39,7 +39,7 @@ CASES = {
     "top-k": lambda: lj.contrib.sparse_diloco(4, delay=2),
     "changing periods": lambda: lj.local_sgd(lj.Periods({0: 2, 4: 3}), delay=1),
 }
-FAST = ["lsgd", "one level in the step"]
+FAST = ["one level in the step"]
 
 
 def near(found, expected):

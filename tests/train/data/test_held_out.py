@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from images import make_folder
+from toys import slow
 
 from configs.text import CONFIG as TEXT
 from train import compare, simulate
@@ -76,7 +77,7 @@ def is_leader(x):
     return hasattr(x, "losses") and hasattr(x, "leader")
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [slow(False), True])
 def test_the_loss_on_held_out_examples_elects_the_leader(static):
     experiment = Experiment(with_lsgd(tiny.SMALL, held_out=50))
     state = experiment.init()

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import tiny
+from harness import mostly_slow
 
 from train.__main__ import main
 from train.metrics import log, trackers
@@ -42,7 +43,7 @@ COMMAND = (
 ).split()
 
 
-@pytest.mark.parametrize("name", trackers.SERVICES)
+@pytest.mark.parametrize("name", mostly_slow(trackers.SERVICES, fast=["trackio"]))
 def test_a_service_receives_the_scalars(name, service, tmp_path, monkeypatch):
     tiny.install(share=True, set=monkeypatch.setattr)
     folder, wandb = tmp_path / "my run", service(name)

@@ -13,6 +13,7 @@ import time
 
 import pytest
 from outside import ROOT, until
+from toys import slow
 
 from train.__main__ import main
 from train.cluster.session import Session
@@ -106,7 +107,7 @@ def test_the_lock_of_a_killed_process_is_removed_but_not_that_of_a_living_one(tm
     lock.remove_left(tmp_path / "none", patience=5.0)
 
 
-@pytest.mark.parametrize("network", [False, True])
+@pytest.mark.parametrize("network", [False, slow(True)])
 def test_the_lease_of_another_host_expires(tmp_path, monkeypatch, network):
     if network:  # where files cannot be exchanged; filelock 4.3 has moved the function
         names = [x for x in sys.modules if x.partition(".")[0] == "filelock"]
