@@ -347,7 +347,9 @@ def test_after_the_loss_of_all_workers_the_run_goes_on_from_a_checkpoint(on_ray)
     half = run(training(), BUDGET, 1, 2, 20)
 
     def act(status, remote):
-        if not killed and min(r.steps for r in status.reports.values()) > 30:
+        # On a busy machine a process may be known later than its first steps.
+        both = len(remote.processes) == 2
+        if not killed and both and min(r.steps for r in status.reports.values()) > 30:
             killed.extend(pid for _, pid in remote.processes.values())
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
