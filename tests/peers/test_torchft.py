@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from harness import mostly_slow
 
 import lsgd_jax as lj
 
@@ -60,7 +59,7 @@ def anchors_of(state):
 
 # By default at once, and in flight.
 @pytest.mark.slow
-@pytest.mark.parametrize("delay, mixing", mostly_slow(WEIGHTS, fast=[(0, 0.0), (1, 0.5)]))
+@pytest.mark.parametrize("delay, mixing", WEIGHTS)
 def test_streaming_diloco(delay, mixing):
     method = lj.diloco(6, optax.sgd(2.0), mixing, fragments=2, delay=delay)
     tx = optax.chain(optax.sgd(1.0), method)

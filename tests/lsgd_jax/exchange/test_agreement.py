@@ -157,9 +157,7 @@ MORE_PLACES = [(flip, 4, 8) for flip in FLIPS] + [("a copy of the first worker",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flip, W, devices", mostly_slow(PLACES + MORE_PLACES, fast=PLACES[:-1])
-)
+@pytest.mark.parametrize("flip, W, devices", PLACES + MORE_PLACES)
 def test_a_copy_inside_a_worker_that_differs_takes_what_most_devices_hold(flip, W, devices):
     name, bits, differ = FLIPS[flip]
     step, x, state = over_two_devices_each(W, devices)

@@ -85,7 +85,7 @@ FAR = {"geometric_median": {}, "krum": {"faulty": 2}, "trimmed_mean": {"cut": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(FAR, fast=["krum"]))
+@pytest.mark.parametrize("kind", FAR)
 def test_two_huge_workers_of_eight_do_not_move_a_robust_mean(kind):
     tx = lj.exchange(lj.Pull(lj.rules.robust_mean(kind, **FAR[kind]), 1.0))
     for size in (1e20, 3e38):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, close, exchanged, mostly_slow, train
+from harness import METHODS, close, exchanged, train
 
 import lsgd_jax as lj
 
@@ -27,7 +27,7 @@ UNTOUCHED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(UNTOUCHED, fast=["lsgd", "not_due"]))
+@pytest.mark.parametrize("name", UNTOUCHED)
 def test_integers_and_bools_are_bit_identical_also_before_floats(name):
     """As the first leaves, they must not be reported as misplaced."""
     # Integers are updated by 1 on each of 4 steps.
@@ -193,13 +193,11 @@ def test_states_and_updates_of_another_method_are_refused():
         update(tx)({"v": x["w"]}, mine, x)
 
 
-# By default one of each kind of state: losses, centers, anchors, weights and messages.
-KINDS = "lsgd easgd diloco noloco parle osgp_delayed cge_decay".split()
 WITHOUT_WIRES = [name for name in METHODS if "+" not in name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(WITHOUT_WIRES, fast=KINDS))
+@pytest.mark.parametrize("name", WITHOUT_WIRES)
 def test_a_state_is_the_same_from_outside_of_mapped_functions(name):
     """There all workers start from the same parameters, as with `nnx.Optimizer`."""
     tx, workers = METHODS[name].make(8), lj.Workers(4, 2)

@@ -223,7 +223,7 @@ MAPPED = [("pmap", "local_sgd"), ("vmap", "local_sgd"), ("vmap", "wagma")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, method", mostly_slow(MAPPED, fast=MAPPED[:2]))
+@pytest.mark.parametrize("name, method", MAPPED)
 def test_programs_that_map_over_workers_themselves(name, method):
     """With donated buffers; the rounds of a graph are programs of their own."""
     over = COMPILERS[name]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, after, around, mostly_slow
+from harness import METHODS, after, around
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -68,7 +68,7 @@ COMBINED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, grid", mostly_slow(COMBINED, fast=PAIRED))
+@pytest.mark.parametrize("name, grid", COMBINED)
 def test_trees_in_host_memory_give_the_same_numbers(name, grid):
     """Also after loading a state, which puts all of it on the devices."""
     method = METHODS[name].make(4)

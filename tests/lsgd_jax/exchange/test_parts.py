@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from harness import FACTORIES, close, exchanged, mostly_slow, needed, train
-from toys import slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import parts
@@ -58,8 +57,8 @@ def test_every_method_gives_its_part_to_its_pulls(method):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [slow(functools.partial(lj.lsgd, 0.5, 0.5, 1, 1)), functools.partial(lj.diloco, 1)]
-    + [slow(functools.partial(lj.easgd, period=1)), slow(lj.sgp)],
+    [functools.partial(lj.lsgd, 0.5, 0.5, 1, 1), functools.partial(lj.diloco, 1)]
+    + [functools.partial(lj.easgd, period=1), lj.sgp],
     ids=["lsgd", "diloco", "easgd", "sgp"],
 )
 def test_frozen_leaves_cost_no_bytes_and_no_state(make):
@@ -117,7 +116,7 @@ GOSSIP = ["dpsgd", "adpsgd", "pairwise", "clock", "gosgd", "sgp"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["pairwise", "sgp"]))
+@pytest.mark.parametrize("name", GOSSIP)
 def test_gossip_is_as_exact_as_the_parameters(name):
     """One step against the mixing matrix, in float64."""
     make = {

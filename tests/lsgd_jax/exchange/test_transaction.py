@@ -134,7 +134,7 @@ OUTER = {"adam": optax.adam(0.1), "rmsprop": optax.rmsprop(0.1)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(OUTER, fast=["adam"]))
+@pytest.mark.parametrize("name", OUTER)
 def test_an_outer_optimizer_whose_squares_overflow_drops_one_exchange(name):
     """At the next one the worker that is huge counts as not finite."""
     workers = lj.Workers(nodes=1, locals=4)
@@ -200,7 +200,7 @@ def with_pulls(name, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(PLAIN, fast=["lsgd"]))
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_strength_that_is_nan_once_moves_no_worker(name):
     tx = with_pulls(name, every=2, delay=0, strength=nan_at(2, 0.5))
     x = {"w": START, "b": START}

@@ -110,12 +110,8 @@ WRAPPED = {
 }
 
 
-# By default the one that is not always called.
-QUICK = ["conditionally_transform"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(WRAPPED, fast=QUICK))
+@pytest.mark.parametrize("name", WRAPPED)
 def test_a_wrapped_method_computes_the_same_on_every_layout(name):
     wrapped, by_hand = WRAPPED[name]
     expected = train_by_hand(by_hand)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import aggregate, exchanged, mostly_slow
+from harness import aggregate, exchanged
 
 import lsgd_jax as lj
 import oracles
@@ -83,13 +83,11 @@ GROUPS = [("node", "local"), "local", "node"]
 # Those whose shares are sorted, and those whose shares are summed.
 EVERY = [(kind, axes) for kind in ("coordinate_median", "krum") for axes in GROUPS]
 EVERY += [("trimmed_mean", "local"), ("geometric_median", "node")]
-# By default one whose shares are summed; oracles have the others.
-FAST = [("krum", GROUPS[0])]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the workers of a node never meet")
-@pytest.mark.parametrize("kind, axes", mostly_slow(EVERY, fast=FAST))
+@pytest.mark.parametrize("kind, axes", EVERY)
 def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monkeypatch):
     """All members of a group get the same bits; those of the median are NumPy's."""
     monkeypatch.setattr(packing, "PACKED_BELOW", 100)  # only "padded" has its own buffer
@@ -115,7 +113,7 @@ def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(["krum", "geometric_median"], fast=["krum"]))
+@pytest.mark.parametrize("kind", ["krum", "geometric_median"])
 def test_bytes_do_not_grow_with_the_workers(kind):
     """The gradient, 1/W of the result, a count, and 3 W x W or 3 W sums of squares."""
     for W in 2, 8:

@@ -54,7 +54,7 @@ def round_trip(wire, keeps_shapes=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", mostly_slow(["int8", "int4"], fast=["int4"]))
+@pytest.mark.parametrize("wire", ["int8", "int4"])
 @given(tree=trees)
 @few
 def test_the_error_of_an_element_is_at_most_half_a_scale(wire, tree):

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import tiny
-from toys import slow
 
 from train.metrics import drawing, log, traffic
 from train.run import cli, plots
@@ -23,13 +22,10 @@ SMALL = (
 @pytest.mark.parametrize(
     "method",
     [
-        slow(
-            "diloco --method.period 4 --method.fragments 2 --method.delay 1 "
-            "--method.wire int8"
-        ),
+        "diloco --method.period 4 --method.fragments 2 --method.delay 1 --method.wire int8",
         "local-sgd --method.period 1,2:3 --method.after 1",
-        slow("post-local-sgd --method.period 3 --method.switch-step 4"),
-        slow("palsgd --method.period 3 --method.probability 0.6"),
+        "post-local-sgd --method.period 3 --method.switch-step 4",
+        "palsgd --method.period 3 --method.probability 0.6",
     ],
 )
 def test_the_schedules_agree_with_the_counters_at_each_step(monkeypatch, tmp_path, method):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import moving, slow
+from toys import moving
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.engine.contents import (
@@ -120,13 +120,9 @@ METHODS = {
 }
 
 
-# By default snapshots and fragments; `test_osgp.py` has the mass of rounded messages.
-QUICK = ["async lsgd", "decoupled diloco"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["int8", slow("int4")])
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in METHODS])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("name", METHODS)
 def test_small_steps_add_up_although_each_is_rounded(format, name):
     scale = 1 / {"int8": 127, "int4": 7}[format]
     training = drifting(scale / 16)

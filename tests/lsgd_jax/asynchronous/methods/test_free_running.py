@@ -96,12 +96,8 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
     assert np.isfinite(toys.stacked(workers)).all()
 
 
-# By default snapshots, coded rounds and the kernel.
-TYPED = "lsgd wagma-int8 pulls".split()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow([*METHODS, *TOGETHER], fast=TYPED))
+@pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
 def test_bfloat16_float64_and_integer_leaves_keep_their_dtypes_and_bits(name):
     odd, third = 2**24 + 1, 1 / 3  # no float32
     task = toys.resting(apart=0.0)

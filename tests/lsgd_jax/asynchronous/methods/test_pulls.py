@@ -108,7 +108,7 @@ def test_a_worker_that_starts_again_takes_over_and_no_step_counts_twice():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [toys.slow(Pulls(lj.dpsgd())), Pulls(lj.local_sgd(2))])
+@pytest.mark.parametrize("method", [Pulls(lj.dpsgd()), Pulls(lj.local_sgd(2))])
 def test_a_worker_that_comes_too_late_in_lock_step_takes_over_from_another(method):
     note, seen = toys.noting(lambda worker: worker.count)
     away = dict(drops={3: 6.5}, joins={3: 30.0}, timeout=4)
