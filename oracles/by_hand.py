@@ -73,9 +73,13 @@ def sparta(x, gradients):
     return np.stack(seen)
 
 
+PARLE = {"period": 3, "anchor_pull": 0.2, "center_pull": 2.0, "decay": 0.75}
+
+
 def parle(x, gradients):
     """Chaudhari et al. 2017, equations (8)."""
-    period, decay = PARLE["period"], PARLE["decay"]
+    period = PARLE["period"]
+    decay = PARLE["decay"]
     anchor = x
     average = x
     center = x.mean(axis=0)
@@ -93,7 +97,6 @@ def parle(x, gradients):
     return np.stack(seen)
 
 
-PARLE = {"period": 3, "anchor_pull": 0.2, "center_pull": 2.0, "decay": 0.75}
 # With seed 5 and probability 0.4 these steps of the first 12 compute no gradient.
 SKIPPED = (5, 7, 9, 12)
 
