@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from train.metrics.drawing import plain_numbers, save, subplots
 from train.metrics.quantities import HOUR, duration, number
 from train.planning import laws
 from train.planning.candidates import NAMES, Candidate, MethodVariant
@@ -187,11 +186,13 @@ class Advice:
 
     def draw(self, path: pathlib.Path) -> None:
         """Plots hours against bandwidth, with the link of the plan marked, as a PNG."""
+        from train.metrics import drawing  # importing Matplotlib takes a second
+
         scenario = self.scenario
         here = scenario.widest.network
         count = 41 if scenario.unequal is None else 9  # each of which is simulated
         rates = here.bandwidth * np.logspace(-2, 2, count)
-        figure, axes = subplots(figsize=(7, 4.5))
+        figure, axes = drawing.subplots(figsize=(7, 4.5))
         unit = 1e-3 if self.base.steps is None else HOUR
         diloco = [x for x in self.candidates if x.method == MethodVariant("diloco")]
         shortest = min(diloco, key=lambda x: average(x.periods[-1]))
@@ -202,9 +203,9 @@ class Advice:
         axes.axvline(here.bandwidth * 8 / 1e6, color="gray", lw=1, ls=":")
         axes.set(xscale="log", yscale="log", xlabel="Mbit/s of each site")
         axes.set_ylabel("hours" if unit == HOUR else "ms a step")
-        plain_numbers(axes.yaxis)
+        drawing.plain_numbers(axes.yaxis)
         axes.legend(frameon=False, fontsize=8)
-        save(figure, path)
+        drawing.save(figure, path)
 
     def _at(self, found: Candidate, bandwidth: float) -> Candidate:
         """A candidate on a link of another bandwidth."""
