@@ -98,7 +98,7 @@ class Advice:
             f"use {best.name}: {time} in place of {duration(base.seconds)} of data parallel"
         )
         if best.loss.more is None:
-            return f"{found}; no law says for how many nats"
+            return f"{found}; no published scaling law predicts its loss"
         cost = f"{best.loss.more:+.3f} nats (± {best.loss.more_error:.3f})"
         return f"{found}, for about {cost}"
 
@@ -118,8 +118,8 @@ class Advice:
             yield f"for {least.loss.more:+.3f} nats: {least.name}, {_time(least)}"
         if best.seconds > (1 + self.share) * fastest.seconds:
             yield (
-                f"faster still: {fastest.name}, {_time(fastest)}, but no law says for how "
-                "many nats"
+                f"faster still: {fastest.name}, {_time(fastest)}, but no published scaling "
+                "law predicts its loss"
             )
 
     def notes(self, candidates: Sequence[Candidate]) -> Iterator[str]:
