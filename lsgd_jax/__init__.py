@@ -12,6 +12,7 @@ from lsgd_jax._src.exchange.aggregate import AggregateState as AggregateState
 from lsgd_jax._src.exchange.aggregate import aggregate as aggregate
 from lsgd_jax._src.exchange.around import Around as Around
 from lsgd_jax._src.exchange.around import around as around
+from lsgd_jax._src.exchange.crew import LoopEnded as LoopEnded
 from lsgd_jax._src.exchange.diagnostics import Diagnostics as Diagnostics
 from lsgd_jax._src.exchange.diagnostics import diagnostics as diagnostics
 from lsgd_jax._src.exchange.diagnostics import waiting as waiting

@@ -52,7 +52,14 @@ from lsgd_jax._src.workers.devices import reserve_threads
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.members import Members, check_may_lose
 from lsgd_jax._src.workers.spmd import Grid, compiled
-from lsgd_jax._src.workers.transfer import gathered, is_key, place, read, split
+from lsgd_jax._src.workers.transfer import (
+    gathered,
+    is_key,
+    of_members,
+    place,
+    read,
+    split,
+)
 from lsgd_jax._src.workers.twin import Twin, turns
 
 
@@ -160,6 +167,7 @@ class Workers:
             )
         self._meetings = Meetings()
         self._twin: Twin | None = None  # of the loops that exchange beside
+        self._crew: Crew | None = None  # of the loop whose processes may be lost
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
@@ -275,7 +283,12 @@ class Workers:
 
         Random keys come as key arrays, which `put` accepts. With several processes the call
         communicates, so all processes must make it.
+
+        In a loop that goes on when processes are lost (see `loop`), it returns the rows of
+        the workers that live, and takes losses and other small arrays.
         """
+        if self._crew is not None and self._crew.verdict is not None:
+            return of_members(self._crew.gather, tree)
         if jax.process_count() > 1:
             if self._twin is not None:
                 tree = self._twin.back(tree)
@@ -476,7 +489,11 @@ class Workers:
             self._twin = Twin(self._grid, self._meetings, live, verdict.turn)
             return self._twin
 
-        return functools.partial(Crew, members, twin_of, Order, min_workers)
+        def crew_of(senders: Sequence[PullsBeside]) -> Crew:
+            self._crew = Crew(members, twin_of, Order, min_workers, senders)
+            return self._crew
+
+        return crew_of
 
     def _checked(self, mapped: Callable) -> Callable:
         """The function, with a check of the states that it returns, if `debug` says so."""

@@ -11,7 +11,7 @@ import time
 import pytest
 from jax.errors import JaxRuntimeError
 
-from lsgd_jax._src.exchange.crew import Crew, CrewLost
+from lsgd_jax._src.exchange.crew import Crew, LoopEnded
 from lsgd_jax._src.workers import members as module
 from lsgd_jax._src.workers.members import Members
 
@@ -279,7 +279,7 @@ def test_all_that_live_have_sent_each_message_once(seed):
     results = [each.result for p, each in running.items() if world.live.get(p)]
     whole = {k: expected(k) for k in PULLS}
     assert results[0] == whole
-    assert all(result == whole or isinstance(result, CrewLost) for result in results)
+    assert all(result == whole or isinstance(result, LoopEnded) for result in results)
 
 
 def end_of(world, min_workers=1):
