@@ -21,6 +21,7 @@ from lsgd_jax._src.exchange.exchange import exchange as exchange
 from lsgd_jax._src.exchange.kernel import Pull as Pull
 from lsgd_jax._src.exchange.kernel import PullState as PullState
 from lsgd_jax._src.exchange.loop import Loop as Loop
+from lsgd_jax._src.exchange.loop_beside import LoopBeside as LoopBeside
 from lsgd_jax._src.exchange.outer import AroundState as AroundState
 from lsgd_jax._src.exchange.outer import Outer as Outer
 from lsgd_jax._src.exchange.outer import OuterState as OuterState

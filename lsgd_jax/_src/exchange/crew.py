@@ -113,7 +113,12 @@ class SentMessage(NamedTuple):
 
 
 class LoopEnded(RuntimeError):
-    """A loop cannot go on: too few of its workers live, or a message has failed."""
+    """A loop with `min_workers` cannot go on.
+
+    Too few of its workers live, messages fail although no process is lost, CPU devices for
+    messages have run out, or the others have taken their last step. The state that the loop
+    has returned last is whole.
+    """
 
 
 class Crew:

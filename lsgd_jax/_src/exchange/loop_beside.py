@@ -37,13 +37,14 @@ from lsgd_jax._src.wire.group import Group
 class LoopBeside(Loop):
     """A `Loop` whose delayed pulls exchange on a twin of the devices that train.
 
-    Args:
-      train, compile, sizes, options: see `Loop`.
-      twin: the devices beside.
-      crew_of: makes the crew of the pulls, if processes may be lost.
+    `Workers.loop` returns it with ``beside=True``. With its `min_workers` processes may be
+    lost and come back.
 
     Attributes:
-      crew: the workers, if their processes may be lost, otherwise None.
+      steps: the steps taken, those of the others before this process came included.
+      waited: seconds for which the host has waited for messages that were not there in
+        time.
+      num_workers: the number of workers that live; None without `min_workers`.
     """
 
     def __init__(
@@ -55,6 +56,12 @@ class LoopBeside(Loop):
         twin: Beside,
         crew_of: Callable[[Sequence[PullsBeside]], Crew] | None = None,
     ):
+        """For `train`, `compile`, `sizes` and `options` see `Loop`.
+
+        Args:
+          twin: the devices beside.
+          crew_of: makes the crew of the pulls, if processes may be lost.
+        """
         super().__init__(train, compile, sizes, options)
         check_methods(train.methods)
         order = Order(twin)

@@ -374,6 +374,18 @@ class Workers:
         ``jax_num_cpu_devices``). A single process without such devices exchanges on those
         that train.
 
+        With `min_workers`, too, a process that is lost does not end the others. jax calls
+        it lost, all agree that its message does not count, and the message leaves again
+        among those that live; means, leaders and medians are theirs. A process that starts
+        again with its number comes in after the next message: it takes anchors, momenta and
+        the step from the others, keeps its own optimizer state, and moves to the next
+        target whole. Steps go on meanwhile, up to the landing of the message. `LoopBeside`
+        has what else such a loop needs. It takes several processes with
+        ``jax_enable_recoverability``, whose process 0, with jax's service, must live, and a
+        delay for all pulls between processes. Each change takes CPU devices that no message
+        has used: with k for each device that trains, the same n processes can begin to send
+        k^n times. A node is lost as a whole.
+
         Args:
           step: what `around` returned.
           donate: as for `map`; the exchanges never reuse their arguments' buffers.
@@ -391,7 +403,8 @@ class Workers:
           ValueError: a step that is not from `around`, or of a method with steps without a
             gradient (`palsgd`); with `beside`, a method without a delay, a rule that needs
             the parameters before the step, fragments that share a program, a process with
-            too few CPU devices.
+            too few CPU devices; with `min_workers`, processes that jax ends with a lost
+            one, messages between processes that have no delay, a graph of rounds.
 
         >>> import jax.numpy as jnp
         >>> import lsgd_jax as lj
