@@ -9,6 +9,7 @@ from the others, and begins at the step of the last message.
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 
+LOOK_S = 0.005  # between two looks at what others have said
 MOST_FAILURES = 3  # of messages in a row, and no process is lost
 
 
@@ -66,7 +68,9 @@ class Judges(Protocol):
         admits: bool = True,
     ) -> Verdict: ...
 
-    def gather(self, name: str, value: Any) -> dict[int, Any]: ...
+    def say(self, name: str, value: Any) -> None: ...
+
+    def heard(self, name: str, members: Mapping[int, int]) -> dict[int, Any] | None: ...
 
     def close(self) -> None: ...
 
@@ -290,8 +294,17 @@ class Crew:
         """
         steps = "-".join(map(str, self._place["counts"]))
         self._gathered += 1
-        said = self._judges.gather(f"{steps}-{self._gathered}", value)
-        return [said[process] for process in sorted(said)]
+        name = f"{steps}-{self._gathered}"
+        self._judges.say(name, value)
+        heard = None
+        while heard is None:
+            # Others may have to let a newcomer in first.
+            self._take_known()
+            self._check()
+            assert self.verdict is not None
+            heard = self._judges.heard(name, self.verdict.members)
+            time.sleep(LOOK_S)
+        return [heard[process] for process in sorted(heard)]
 
     def close(self) -> None:
         """Waits for the messages in flight, and for all other processes to do so."""
@@ -344,12 +357,14 @@ class Crew:
             message.sender.away[message.k] = message.before
         before = [dict(sender.away) for sender in self._senders]
         self._settle(verdict, self._twin, before)
+        now = self._place
         for message in again:
             if self._failure is not None:
                 message.sender.land_nothing(message.k)
             else:
                 self._place = dict(message.place)
                 message.sender.send_one(message.k, message.t, message.round)
+        self._place = now
 
     def _settle(
         self,

@@ -29,7 +29,7 @@ from lsgd_jax._src.workers.twin import among, name_of, processes_of
 
 LOOK_S = 0.01  # between two looks at results, or at what others have told
 WATCH_S = 0.5  # between two questions about who lives
-KEPT = 100  # verdicts, and what was gathered: a newcomer may be late
+KEPT = 100  # verdicts, and what was heard: a newcomer may be late
 PATIENCE_MS = 60_000  # of one question to the service; it is asked again
 LEAVING_S = 60.0  # how long process 0 waits for the others to leave
 _numbers = itertools.count()  # loops begin in the same order in all processes
@@ -56,7 +56,7 @@ class Members:
         self._changes = 0  # how often the members have changed
         # Of process 0: how often messages have begun among these processes.
         self._turns: Counter[tuple[int, ...]] = Counter()
-        self._gathered: deque[str] = deque()  # names
+        self._names: deque[str] = deque()  # of what was heard
         self.is_closed = False
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
@@ -161,29 +161,33 @@ class Members:
             self._delete("verdict", number - KEPT)
         return self._enter(self._awaited("verdict", number))
 
-    def gather(self, name: str, value: Any) -> dict[int, Any]:
-        """What each member says, by its number, in all of them.
+    def say(self, name: str, value: Any) -> None:
+        """Says something to all members.
 
         Args:
-          name: tells one call from another, in all processes.
+          name: tells what is said, in all processes.
           value: JSON.
         """
         self._tell(value, "said", name, self._me)
+
+    def heard(self, name: str, members: Mapping[int, int]) -> dict[int, Any] | None:
+        """What each process has said, by its number; None if it is not known yet.
+
+        members: the processes for which process 0 waits, as long as they live.
+        """
         if self._me == 0:
-
-            def are_all() -> bool:
-                said = self._told("said", name)
-                return said.keys() >= self._members.keys() - self._lost()
-
-            self._wait_until(are_all)
-            self._tell(self._told("said", name), "gathered", name)
+            said = self._told("said", name)
+            awaited = {p for p, x in members.items() if self._live.get(p) == x}
+            if not said.keys() >= awaited:
+                return None
+            self._tell(said, "heard", name)
             for process in self._processes:
                 self._delete("said", name, process)
-            self._gathered.append(name)
-            if len(self._gathered) > KEPT:
-                self._delete("gathered", self._gathered.popleft())
-        gathered = self._awaited("gathered", name)
-        return {int(process): said for process, said in gathered.items()}
+            self._names.append(name)
+            if len(self._names) > KEPT:
+                self._delete("heard", self._names.popleft())
+        heard = self._read("heard", name)
+        return heard and {int(process): said for process, said in heard.items()}
 
     def close(self) -> None:
         """Waits until all members that live have called this."""

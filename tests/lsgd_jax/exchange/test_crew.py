@@ -146,6 +146,8 @@ def take_steps(process, min_workers=1, seed=0):
         time.sleep(0.004 * wait())
         if t % PERIOD == DELAY:
             crew.wait_for(sender, PULLS)
+        if t % 5 == 0:
+            assert set(crew.gather(t)) == {t}
     crew.close()
     return {k: sender.away[k].names for k in PULLS}
 
