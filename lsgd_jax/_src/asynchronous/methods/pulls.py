@@ -39,8 +39,8 @@ class Pulls:
       window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, an offset or a delay with a budget, workers judged by their
-        peers, or a rule that reads the gradient, as `grawa` does.
+      ValueError: no exchange, an offset or a delay with a budget, late='add', workers
+        judged by their peers, or a rule that reads the gradient, as `grawa` does.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -67,6 +67,10 @@ class Pulls:
                     "pulls with a budget must have no offset, no fragments and no delay, "
                     f"got offset={pull.offset}, fragments={pull.fragments}, "
                     f"delay={pull.delay}"
+                )
+            if pull.adds:
+                raise ValueError(
+                    "`late` must be 'replace' for asynchronous workers, got late='add'"
                 )
             if pull.skips is not None:
                 raise ValueError(
