@@ -1,0 +1,153 @@
+"""The cost of a late exchange: by method, by the form of the landing, and by the delay.
+
+    python benchmarks/late.py --out DIR --data.files FILE [--seeds 3] [--period 20] \\
+        [--only local-sgd lsgd ...] [options of python -m train.compare]
+
+trains a small transformer with 4 workers, once without a delay, and then with a delay d of
+1 step, of a quarter and of half a period, and of all of it but a step. A late target either
+replaces a worker's parameters, or it is added to the steps since its agreement; then d may
+be the whole period. All runs of a seed see the same data.
+
+DIR gets the files of `python -m train.compare`, and late.md: the validation loss of the
+center after the last step, at which a target lands, as mean ± standard deviation over the
+seeds, and in brackets how much more that is than without a delay. Seed 0 comes first. The
+same command resumes an interrupted study.
+"""
+
+import json
+import pathlib
+import statistics
+import sys
+
+from usage import parser
+
+from train import compare
+from train.metrics import tables
+
+
+SMALL = (
+    "--steps 400 --transformer.layers 2 --transformer.width 64 "
+    "--optimizer.learning-rate 0.008"
+).split()
+OUTER = "--method diloco --method.outer-learning-rate {} --method.outer-momentum {}"
+LEADER = (
+    "--method lsgd --method.local-pull {} --method.global-pull 0 "
+    "--method.local-period {{period}}"
+)
+METHODS = {
+    "local-sgd": "--method local-sgd",
+    "diloco-0.7-0.9": OUTER.format(0.7, 0.9),
+    "lsgd-0.5": LEADER.format(0.5),
+    "diloco-0.7-0.6": OUTER.format(0.7, 0.6),
+    "diloco-0.4-0.9": OUTER.format(0.4, 0.9),
+}
+FORMS = {
+    "replace": "",
+    "half": "--method.mixing 0.5",
+    "add": "--method.late add",
+}
+HAS_MIXING = "diloco"
+NO_DELAY = "without"
+
+
+def delays(form, period):
+    """Returns the delays of a form, the one of half a period first."""
+    last = period if form == "add" else period - 1
+    found = [period // 2, last, period // 4, 1]
+    return found[:1] if form == "half" else found
+
+
+def variants(options):
+    """Returns the command line of each run of a seed, by (method, form, delay)."""
+    found = {}
+    for name in options.only or METHODS:
+        words = METHODS[name].replace("{period}", str(options.period))
+        if "period" not in words:
+            words += f" --method.period {options.period}"
+        found[name, NO_DELAY, 0] = words
+        for form, more in FORMS.items():
+            if form == "half" and not name.startswith(HAS_MIXING):
+                continue
+            for delay in delays(form, options.period):
+                found[name, form, delay] = f"{words} --method.delay {delay} {more}"
+    return found
+
+
+def named(key):
+    """Returns the name of a run of a seed."""
+    method, form, delay = key
+    return f"{method}-{form}-{delay}"
+
+
+def trained(options, rest):
+    """Runs `train.compare`, and returns the last losses by (method, form, delay)."""
+    lines = variants(options)
+    arguments = [
+        "text",
+        "--out",
+        options.out,
+        "--seeds",
+        str(options.seeds),
+        *SMALL,
+        *rest,
+    ]
+    for key, words in lines.items():
+        arguments += ["--variant", f"{named(key)}={words}"]
+    tests = pathlib.Path(options.out) / "compare.json"
+    tests.unlink(missing_ok=True)
+    status = compare.main(arguments)
+    if not tests.exists():  # it also exists with status 1 if a run has diverged
+        sys.exit(status)
+    found = {}
+    for run in json.loads(tests.read_text()):
+        found.setdefault(run["method"], []).append(run["values"][-1])
+    return {key: found.get(named(key), []) for key in lines}
+
+
+def cell(losses, without):
+    """Returns the losses of a setting, and how much more they are than without a delay.
+
+    >>> cell([2.5, 2.7], [2.0, 2.2])
+    '2.600 ± 0.141 (+0.500)'
+    """
+    if None in losses or not losses:
+        return "–"
+    text = compare.spread(losses, 3)
+    more = statistics.mean(a - b for a, b in zip(losses, without, strict=True))
+    return f"{text} ({more:+.3f})" if losses is not without else text
+
+
+def table(losses):
+    """Returns a row for each method and form."""
+    rows = {}
+    for (method, form, delay), found in losses.items():
+        without = losses[method, NO_DELAY, 0]
+        if form == NO_DELAY:
+            continue
+        row = rows.setdefault((method, form), {"method": method, "late": form})
+        row["d = 0"] = cell(without, without)
+        row[f"d = {delay}"] = cell(found, without)
+    names = {name: int(name.removeprefix("d = ")) for row in rows.values() for name in row if "=" in name}
+    order = ["method", "late", *sorted(names, key=names.get)]
+    return [{name: row.get(name, "–") for name in order} for row in rows.values()]
+
+
+def parse(arguments):
+    """Returns the options, and those for `train.compare`."""
+    words = parser(__doc__)
+    words.add_argument("--out", required=True)
+    words.add_argument("--seeds", type=int, default=3)
+    words.add_argument("--period", type=int, default=20)
+    words.add_argument("--only", nargs="+", metavar="METHOD", choices=METHODS)
+    return words.parse_known_args(arguments)
+
+
+def main():
+    options, rest = parse(sys.argv[1:])
+    text = tables.markdown(table(trained(options, rest)))
+    (pathlib.Path(options.out) / "late.md").write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
