@@ -4,9 +4,10 @@
         [--only local-sgd lsgd ...] [options of python -m train.compare]
 
 trains a small transformer with 4 workers, once without a delay, and then with a delay d of
-1 step, of a quarter and of half a period, and of all of it but a step. A late target either
-replaces a worker's parameters, or it is added to the steps since its agreement; then d may
-be the whole period. All runs of a seed see the same data.
+half a period, of all of it but a step, and for two methods also of 1 step and of a quarter.
+A late target either replaces a worker's parameters, all or half of them, or it is added to
+the steps since its agreement; then d may be the whole period. All runs of a seed see the
+same data.
 
 DIR gets the files of `python -m train.compare`, and late.md: the validation loss of the
 center after the last step, at which a target lands, as mean ± standard deviation over the
@@ -39,22 +40,23 @@ METHODS = {
     "diloco-0.7-0.9": OUTER.format(0.7, 0.9),
     "lsgd-0.5": LEADER.format(0.5),
     "diloco-0.7-0.6": OUTER.format(0.7, 0.6),
-    "diloco-0.4-0.9": OUTER.format(0.4, 0.9),
 }
+IN_DETAIL = ("local-sgd", "diloco-0.7-0.9")
 FORMS = {
     "replace": "",
     "half": "--method.mixing 0.5",
     "add": "--method.late add",
 }
-HAS_MIXING = "diloco"
 NO_DELAY = "without"
 
 
-def delays(form, period):
+def delays(method, form, period):
     """Returns the delays of a form, the one of half a period first."""
+    if form == "half":
+        return [period // 2] if method == IN_DETAIL[-1] else []
     last = period if form == "add" else period - 1
-    found = [period // 2, last, period // 4, 1]
-    return found[:1] if form == "half" else found
+    found = [period // 2, last]
+    return [*found, period // 4, 1] if method in IN_DETAIL else found
 
 
 def variants(options):
@@ -66,9 +68,7 @@ def variants(options):
             words += f" --method.period {options.period}"
         found[name, NO_DELAY, 0] = words
         for form, more in FORMS.items():
-            if form == "half" and not name.startswith(HAS_MIXING):
-                continue
-            for delay in delays(form, options.period):
+            for delay in delays(name, form, options.period):
                 found[name, form, delay] = f"{words} --method.delay {delay} {more}"
     return found
 
@@ -119,17 +119,18 @@ def cell(losses, without):
 
 def table(losses):
     """Returns a row for each method and form."""
+    columns = sorted({delay for *_, delay in losses})
     rows = {}
     for (method, form, delay), found in losses.items():
         without = losses[method, NO_DELAY, 0]
         if form == NO_DELAY:
             continue
-        row = rows.setdefault((method, form), {"method": method, "late": form})
-        row["d = 0"] = cell(without, without)
-        row[f"d = {delay}"] = cell(found, without)
-    names = {name: int(name.removeprefix("d = ")) for row in rows.values() for name in row if "=" in name}
-    order = ["method", "late", *sorted(names, key=names.get)]
-    return [{name: row.get(name, "–") for name in order} for row in rows.values()]
+        row = rows.setdefault((method, form), {0: cell(without, without)})
+        row[delay] = cell(found, without)
+    return [
+        {"method": method, "late": form, **{f"d = {d}": row.get(d, "–") for d in columns}}
+        for (method, form), row in rows.items()
+    ]
 
 
 def parse(arguments):

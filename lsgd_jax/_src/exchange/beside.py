@@ -25,7 +25,7 @@ from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.ahead import Ahead
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.fragments import Slot, slots_of
-from lsgd_jax._src.exchange.kernel import Pending, Pull, PullState
+from lsgd_jax._src.exchange.kernel import IDLE, Pending, Pull, PullState
 from lsgd_jax._src.exchange.phases import QUIET, Phase
 from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
@@ -35,8 +35,9 @@ from lsgd_jax._src.trees import Tree
 
 Messages = dict[str, Any]  # operands of agreements, by the number of the state
 NOTHING: Any = PullState(*[cast(Any, ())] * len(PullState._fields))
-# The fields that move a worker at a landing.
-LANDING = ("pending", "restored", "dropped", "dropped_in_a_row", "missed", "agreement")
+# The fields that a landing changes, besides that nothing is on its way then.
+COUNTERS = ("restored", "dropped", "dropped_in_a_row", "missed", "agreement")
+LANDING = ("pending", *COUNTERS)  # those that it reads
 
 
 class Beside(Protocol):
@@ -198,7 +199,7 @@ class PullsBeside:
 
         trained: arrays that the training step has returned.
         """
-        landing = {k: _landing(self._away[k]) for k in self._lands(phase)}
+        landing = {k: _only(LANDING, self._away[k]) for k in self._lands(phase)}
         targets = jax.tree.leaves([each.pending for each in landing.values()])
         if not all(x.is_ready() for x in targets):
             jax.block_until_ready(trained)
@@ -209,7 +210,7 @@ class PullsBeside:
 
     def like_ready(self, state: ExchangeState, phase: Phase) -> ExchangeState:
         """The shapes of `ready`."""
-        landing = {k: _landing(self._away[k]) for k in self._lands(phase)}
+        landing = {k: _only(LANDING, self._away[k]) for k in self._lands(phase)}
         return _with_targets(state, self._twin.like_back(landing))
 
     def _lands(self, phase: Phase) -> list[int]:
@@ -229,7 +230,8 @@ class PullsBeside:
             # A copy: the next step may reuse the buffers of the parameters.
             message = pull.pending, pull.rule
             messages[str(k)] = jax.tree.map(jax.numpy.copy, message)
-            return pull._replace(pending=())
+            # What has landed at this step was there before it, too.
+            return pull if slot.number in phase.lands else pull._replace(pending=())
 
         return _with_pulls(state, take), messages
 
@@ -241,7 +243,7 @@ class PullsBeside:
         state, messages: results of the program of the exchange, see `recorded`.
         """
         for k in self._lands(phase):
-            landed = self._twin.there(_landing(state.pulls[k]))
+            landed = self._twin.there(_only(COUNTERS, state.pulls[k]))
             self._away[k] = self._program("land", k)(self._away[k], landed)
         for name, message in messages.items():
             k = int(name)
@@ -325,8 +327,10 @@ def _land(pull: Pull, state: PullState, landed: PullState) -> PullState:
     wire = state.wire
     if pull.is_narrow:
         wire = wire.without_error(landed.restored != state.restored)
-    fields = {name: getattr(landed, name) for name in LANDING}
-    return state._replace(wire=wire, **fields)
+    pending: Any = state.pending
+    idle = pending._replace(stage=jax.numpy.full_like(pending.stage, IDLE))
+    counters = {name: getattr(landed, name) for name in COUNTERS}
+    return state._replace(wire=wire, pending=idle, **counters)
 
 
 # What lies where
@@ -351,9 +355,9 @@ def _together(at_home: PullState, away: PullState) -> PullState:
     return away._replace(traffic=away.traffic._replace(every=every, sends_at=sends_at))
 
 
-def _landing(pull: PullState) -> PullState:
-    """What a landing reads and changes."""
-    return NOTHING._replace(**{name: getattr(pull, name) for name in LANDING})
+def _only(names: Sequence[str], pull: PullState) -> PullState:
+    """These fields of the state of a pull."""
+    return NOTHING._replace(**{name: getattr(pull, name) for name in names})
 
 
 def _landable(at_home: PullState, landing: PullState | None) -> PullState:

@@ -301,6 +301,11 @@ class PullState(NamedTuple):
     dropped_in_a_row: Any = 0
     missed: Any = 0
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the state of a delayed pull is on the devices beside, see `beside`."""
+        return self.traffic.exchanges == ()
+
     def __lsgd_resized__(self) -> "PullState":
         """For `resize`: discards a message in flight, which belongs to the old workers."""
         if not self.pending:

@@ -32,10 +32,14 @@ CASES = {
     "verify": lambda: lj.diloco(4, delay=2, verify=True),
     "one level in the step": lambda: lj.exchange(
         lj.Pull(lj.rules.leader("local"), 0.3, 2),
-        lj.Pull(lj.rules.average(), 1.0, 4, delay=3),
+        lj.Pull(lj.rules.average(), 1.0, 4, delay=4, late="add"),
     ),
     "int8": lambda: lj.diloco(4, delay=2, wire="int8"),
     "int4 in fragments": lambda: lj.diloco(4, fragments=2, delay=1, wire="int4"),
+    "added, int8 in fragments": lambda: lj.diloco(
+        4, fragments=2, delay=3, late="add", wire="int8", mixing=0.5
+    ),
+    "added, verify": lambda: lj.lsgd(0.3, 0.2, 2, 4, delay=2, late="add", verify=True),
     "top-k": lambda: lj.contrib.sparse_diloco(4, delay=2),
     "changing periods": lambda: lj.local_sgd(lj.Periods({0: 2, 4: 3}), delay=1),
 }
@@ -152,7 +156,7 @@ def test_no_program_of_the_devices_that_train_holds_a_message(monkeypatch):
     "again", ["beside", pytest.param("in the step", marks=pytest.mark.slow)]
 )
 def test_a_run_resumes_from_any_step_with_its_message_under_way(again):
-    train = lj.around(update, lj.lsgd(0.3, 0.2, 2, 4, delay=1))
+    train = lj.around(update, lj.lsgd(0.3, 0.2, 2, 4, delay=2, late="add"))
     run, pairs = both_ways(train)
     saved = {}
     for (t, found), (_, expected) in pairs:
