@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import close, exchanged, mostly_slow, train
+from harness import after, around, close, exchanged, mostly_slow, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import kernel, parts
@@ -169,6 +169,25 @@ def test_a_fragment_that_was_restored_does_not_restore_the_rest():
     np.testing.assert_array_equal(seen[1]["a"], [1, 1])
     assert np.ptp(seen[1]["b"]) == 0
     assert not lj.waiting(state).any()
+
+
+@pytest.mark.parametrize("form", ["chain", "outer"])
+@pytest.mark.parametrize("bad, restored, target", [(2, 4, 2), (3, 8, 8), (4, 8, 8)])
+def test_a_late_sum_restores_workers_that_took_no_part_in_its_agreement(
+    bad, restored, target, form
+):
+    """Agreements are about steps 2 and 6. Of two finite workers the first moves by 2."""
+    method = lj.local_sgd(4, delay=2, late="add")
+    steps = [np.array([[1.0], [3.0]], np.float32) for _ in range(9)]
+    steps[bad - 1][1] = np.nan
+    tx = around(lj.outer(method)) if form == "outer" else method
+    apply = after if form == "outer" else lj.apply_updates
+    seen, state = train(tx, pair(), np.zeros([2, 1], np.float32), steps, apply=apply)
+    assert seen[restored - 1][1] == target
+    assert seen[restored][1] == target + 3
+    assert seen[3][0] == (4 if bad == 2 else 6)
+    (pull,) = lj.diagnostics(state)
+    assert pull.restored.tolist() == [0, 1] and not lj.waiting(state).any()
 
 
 # Numbers
