@@ -99,7 +99,7 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     ...     pull = lj.Pull(lj.rules.robust_mean("trimmed_mean"), 1.0, every=period)
     ...     return lj.exchange(pull, **options)
     >>> list(inspect.signature(trimmed).parameters)[:4]
-    ['period', 'fragments', 'delay', 'after']
+    ['period', 'fragments', 'delay', 'late']
     >>> [t for t in range(1, 33) if trimmed(16, fragments=2).is_due(t)]
     [8, 16, 24, 32]
     >>> trimmed(wire="int8")
