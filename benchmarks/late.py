@@ -5,14 +5,14 @@
 
 trains a small transformer with 4 workers, once without a delay, and then with a delay d of
 half a period, of all of it but a step, and for two methods also of 1 step and of a quarter.
-A late target either replaces a worker's parameters, all or half of them, or it is added to
-the steps since its agreement; then d may be the whole period. All runs of a seed see the
-same data.
+A late target replaces a worker's parameters, replaces half of them (DiLoCo with a mixing of
+0.5), or is added to the steps since its agreement. Then d may be the whole period. All runs
+of a seed see the same data.
 
 DIR gets the files of `python -m train.compare`, and late.md: the validation loss of the
 center after the last step, at which a target lands, as mean ± standard deviation over the
-seeds, and in brackets how much more that is than without a delay. Seed 0 comes first. The
-same command resumes an interrupted study.
+seeds. In brackets is the difference to the method itself, without a delay and a mixing.
+Seed 0 comes first. The same command resumes an interrupted study.
 """
 
 import json
@@ -52,10 +52,10 @@ NO_DELAY = "without"
 
 def delays(method, form, period):
     """Returns the delays of a form, the one of half a period first."""
-    if form == "half":
-        return [period // 2] if method == IN_DETAIL[-1] else []
     last = period if form == "add" else period - 1
     found = [period // 2, last]
+    if form == "half":
+        return [0, *found] if "diloco" in method else []
     return [*found, period // 4, 1] if method in IN_DETAIL else found
 
 
@@ -125,7 +125,9 @@ def table(losses):
         without = losses[method, NO_DELAY, 0]
         if form == NO_DELAY:
             continue
-        row = rows.setdefault((method, form), {0: cell(without, without)})
+        row = rows.setdefault((method, form), {})
+        if form != "half":
+            row[0] = cell(without, without)
         row[delay] = cell(found, without)
     return [
         {"method": method, "late": form, **{f"d = {d}": row.get(d, "–") for d in columns}}

@@ -133,6 +133,7 @@ METHODS = {
         due=2,
         alone=False,
         rounds=lambda W: (1, 1, 1, 1),
+        lock_step=True,
     ),
     "slowmo": Method(
         lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False
