@@ -3,16 +3,16 @@
     python benchmarks/late.py --out DIR --data.files FILE [--seeds 3] [--period 20] \\
         [--only local-sgd lsgd ...] [options of python -m train.compare]
 
-trains a small transformer with 4 workers, once without a delay, and then with a delay d of
-half a period, of all of it but a step, and for two methods also of 1 step and of a quarter.
-A late target replaces a worker's parameters, replaces half of them (DiLoCo with a mixing of
-0.5), or is added to the steps since its agreement. Then d may be the whole period. All runs
-of a seed see the same data.
+trains a small transformer with 4 workers, without a delay and with a delay of d steps. A
+late target replaces a worker's parameters, or is added to the steps since its agreement;
+then d may be the whole period. Half of either is DiLoCo with a mixing of 0.5. Local SGD is
+DiLoCo with an outer rate of 1 and no momentum. All runs of a seed see the same data.
 
 DIR gets the files of `python -m train.compare`, and late.md: the validation loss of the
 center after the last step, at which a target lands, as mean ± standard deviation over the
 seeds. In brackets is the difference to the method itself, without a delay and a mixing.
-Seed 0 comes first. The same command resumes an interrupted study.
+Settings that differ clearly, or hardly at all, run with seed 0 alone, and their cells have
+no deviation. The same command resumes an interrupted study.
 """
 
 import json
@@ -46,31 +46,47 @@ FORMS = {
     "replace": "",
     "half": "--method.mixing 0.5",
     "add": "--method.late add",
+    "half-add": "--method.mixing 0.5 --method.late add",
 }
 NO_DELAY = "without"
 
 
 def delays(method, form, period):
-    """Returns the delays of a form, the one of half a period first."""
-    last = period if form == "add" else period - 1
-    found = [period // 2, last]
-    if form == "half":
-        return [0, *found] if "diloco" in method else []
-    return [*found, period // 4, 1] if method in IN_DETAIL else found
+    """Returns the delays of a form with all seeds, and those with seed 0 alone."""
+    half = period // 2
+    early = [period // 4, 1] if method in IN_DETAIL else []
+    if form == "add":
+        return [half, period], early
+    if form == "replace":
+        return [half], [period - 1, *early]
+    if method.startswith("lsgd"):
+        return [], []  # which pulls by a half already
+    return ([half, period - 1], [0]) if form == "half" else ([], [half, period])
 
 
-def variants(options):
-    """Returns the command line of each run of a seed, by (method, form, delay)."""
-    found = {}
+def command(name, form, delay, period):
+    """Returns the options of a run."""
+    words = METHODS[name].replace("{period}", str(period))
+    if "half" in form and name == "local-sgd":
+        words = OUTER.format(1.0, 0.0)
+    if "period" not in words:
+        words += f" --method.period {period}"
+    if form == NO_DELAY:
+        return words
+    return f"{words} --method.delay {delay} {FORMS[form]}"
+
+
+def settings(options):
+    """Returns (method, form, delay) of the runs of all seeds, and of those of seed 0."""
+    every = []
+    first = []
     for name in options.only or METHODS:
-        words = METHODS[name].replace("{period}", str(options.period))
-        if "period" not in words:
-            words += f" --method.period {options.period}"
-        found[name, NO_DELAY, 0] = words
-        for form, more in FORMS.items():
-            for delay in delays(name, form, options.period):
-                found[name, form, delay] = f"{words} --method.delay {delay} {more}"
-    return found
+        every.append((name, NO_DELAY, 0))
+        for form in FORMS:
+            many, one = delays(name, form, options.period)
+            every += [(name, form, delay) for delay in many]
+            first += [(name, form, delay) for delay in one]
+    return every, first
 
 
 def named(key):
@@ -79,20 +95,11 @@ def named(key):
     return f"{method}-{form}-{delay}"
 
 
-def trained(options, rest):
+def trained(keys, options, rest, seeds):
     """Runs `train.compare`, and returns the last losses by (method, form, delay)."""
-    lines = variants(options)
-    arguments = [
-        "text",
-        "--out",
-        options.out,
-        "--seeds",
-        str(options.seeds),
-        *SMALL,
-        *rest,
-    ]
-    for key, words in lines.items():
-        arguments += ["--variant", f"{named(key)}={words}"]
+    arguments = ["text", "--out", options.out, "--seeds", str(seeds), *SMALL, *rest]
+    for key in keys:
+        arguments += ["--variant", f"{named(key)}={command(*key, options.period)}"]
     tests = pathlib.Path(options.out) / "compare.json"
     tests.unlink(missing_ok=True)
     status = compare.main(arguments)
@@ -101,19 +108,19 @@ def trained(options, rest):
     found = {}
     for run in json.loads(tests.read_text()):
         found.setdefault(run["method"], []).append(run["values"][-1])
-    return {key: found.get(named(key), []) for key in lines}
+    return {key: found.get(named(key), []) for key in keys}
 
 
 def cell(losses, without):
     """Returns the losses of a setting, and how much more they are than without a delay.
 
-    >>> cell([2.5, 2.7], [2.0, 2.2])
+    >>> cell([2.5, 2.7], [2.0, 2.2, 2.3])
     '2.600 ± 0.141 (+0.500)'
     """
     if None in losses or not losses:
         return "–"
     text = compare.spread(losses, 3)
-    more = statistics.mean(a - b for a, b in zip(losses, without, strict=True))
+    more = statistics.mean(a - b for a, b in zip(losses, without))
     return f"{text} ({more:+.3f})" if losses is not without else text
 
 
@@ -126,7 +133,7 @@ def table(losses):
         if form == NO_DELAY:
             continue
         row = rows.setdefault((method, form), {})
-        if form != "half":
+        if "half" not in form:
             row[0] = cell(without, without)
         row[delay] = cell(found, without)
     return [
@@ -147,7 +154,10 @@ def parse(arguments):
 
 def main():
     options, rest = parse(sys.argv[1:])
-    text = tables.markdown(table(trained(options, rest)))
+    every, first = settings(options)
+    losses = trained(every, options, rest, options.seeds)
+    losses |= trained(first, options, rest, seeds=1)
+    text = tables.markdown(table(losses))
     (pathlib.Path(options.out) / "late.md").write_text(text)
     print(text, end="")
 
