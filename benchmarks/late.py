@@ -61,7 +61,9 @@ def delays(method, form, period):
         return [half], [period - 1, *early]
     if method.startswith("lsgd"):
         return [], []  # which pulls by a half already
-    return ([half, period - 1], [0]) if form == "half" else ([], [half, period])
+    if form == "half":
+        return [half, period - 1], [0]
+    return [period], [half]
 
 
 def command(name, form, delay, period):
