@@ -1,7 +1,7 @@
 """The cost of a late exchange: by method, by the form of the landing, and by the delay.
 
-    python benchmarks/late.py --out DIR --data.files FILE [--seeds 3] [--period 20] \\
-        [--only local-sgd lsgd ...] [options of python -m train.compare]
+    python benchmarks/late.py --out DIR --data.files FILE [--seeds 3] \\
+        [--only local-sgd lsgd-0.5 ...] [options of python -m train.compare]
 
 trains a small transformer with 4 workers, without a delay and with a delay of d steps. A
 late target replaces a worker's parameters, or is added to the steps since its agreement;
@@ -31,51 +31,34 @@ SMALL = (
     "--optimizer.learning-rate 0.008"
 ).split()
 OUTER = "--method diloco --method.outer-learning-rate {} --method.outer-momentum {}"
-LEADER = (
-    "--method lsgd --method.local-pull {} --method.global-pull 0 "
-    "--method.local-period {{period}}"
-)
+LEADER = "--method lsgd --method.local-pull 0.5 --method.global-pull 0"
 METHODS = {
     "local-sgd": "--method local-sgd",
     "diloco-0.7-0.9": OUTER.format(0.7, 0.9),
-    "lsgd-0.5": LEADER.format(0.5),
+    "lsgd-0.5": LEADER,
     "diloco-0.7-0.6": OUTER.format(0.7, 0.6),
 }
-IN_DETAIL = ("local-sgd", "diloco-0.7-0.9")
+PERIOD = 20
+WITHOUT = "without"  # a delay
 FORMS = {
+    WITHOUT: "",
     "replace": "",
     "half": "--method.mixing 0.5",
     "add": "--method.late add",
     "half-add": "--method.mixing 0.5 --method.late add",
 }
-NO_DELAY = "without"
-
-
-def delays(method, form, period):
-    """Returns the delays of a form with all seeds, and those with seed 0 alone."""
-    half = period // 2
-    early = [period // 4, 1] if method in IN_DETAIL else []
-    if form == "add":
-        return [half, period], early
-    if form == "replace":
-        return [half], [period - 1, *early]
-    if method.startswith("lsgd"):
-        return [], []  # which pulls by a half already
-    if form == "half":
-        return [half, period - 1], [0]
-    return [period], [half]
-
-
-def command(name, form, delay, period):
-    """Returns the options of a run."""
-    words = METHODS[name].replace("{period}", str(period))
-    if "half" in form and name == "local-sgd":
-        words = OUTER.format(1.0, 0.0)
-    if "period" not in words:
-        words += f" --method.period {period}"
-    if form == NO_DELAY:
-        return words
-    return f"{words} --method.delay {delay} {FORMS[form]}"
+# The delays by form: those of all seeds, those of seed 0, and those of seed 0 for the first
+# two methods.
+ALL_SEEDS = {
+    WITHOUT: [0],
+    "replace": [10],
+    "half": [10, 19],
+    "add": [10, 20],
+    "half-add": [20],
+}
+SEED_0 = {"replace": [19], "half": [0], "half-add": [10]}
+IN_DETAIL = {"replace": [1, 5], "add": [1, 5]}
+DETAILED = ("local-sgd", "diloco-0.7-0.9")
 
 
 def settings(options):
@@ -83,12 +66,27 @@ def settings(options):
     every = []
     first = []
     for name in options.only or METHODS:
-        every.append((name, NO_DELAY, 0))
-        for form in FORMS:
-            many, one = delays(name, form, options.period)
-            every += [(name, form, delay) for delay in many]
-            first += [(name, form, delay) for delay in one]
+        every += combined(name, ALL_SEEDS)
+        first += combined(name, SEED_0)
+        if name in DETAILED:
+            first += combined(name, IN_DETAIL)
     return every, first
+
+
+def combined(name, delays):
+    """Returns (method, form, delay) of a method. LSGD pulls by a half already."""
+    is_half = name.startswith("lsgd")
+    forms = [form for form in delays if not (is_half and "half" in form)]
+    return [(name, form, delay) for form in forms for delay in delays[form]]
+
+
+def command(name, form, delay):
+    """Returns the options of a run."""
+    words = METHODS[name]
+    if "half" in form and name == "local-sgd":
+        words = OUTER.format(1.0, 0.0)
+    period = "local-period" if name.startswith("lsgd") else "period"
+    return f"{words} --method.{period} {PERIOD} --method.delay {delay} {FORMS[form]}"
 
 
 def named(key):
@@ -101,7 +99,7 @@ def trained(keys, options, rest, seeds):
     """Runs `train.compare`, and returns the last losses by (method, form, delay)."""
     arguments = ["text", "--out", options.out, "--seeds", str(seeds), *SMALL, *rest]
     for key in keys:
-        arguments += ["--variant", f"{named(key)}={command(*key, options.period)}"]
+        arguments += ["--variant", f"{named(key)}={command(*key)}"]
     tests = pathlib.Path(options.out) / "compare.json"
     tests.unlink(missing_ok=True)
     status = compare.main(arguments)
@@ -131,8 +129,8 @@ def table(losses):
     columns = sorted({delay for *_, delay in losses})
     rows = {}
     for (method, form, delay), found in losses.items():
-        without = losses[method, NO_DELAY, 0]
-        if form == NO_DELAY:
+        without = losses[method, WITHOUT, 0]
+        if form == WITHOUT:
             continue
         row = rows.setdefault((method, form), {})
         if "half" not in form:
@@ -149,7 +147,6 @@ def parse(arguments):
     words = parser(__doc__)
     words.add_argument("--out", required=True)
     words.add_argument("--seeds", type=int, default=3)
-    words.add_argument("--period", type=int, default=20)
     words.add_argument("--only", nargs="+", metavar="METHOD", choices=METHODS)
     return words.parse_known_args(arguments)
 
