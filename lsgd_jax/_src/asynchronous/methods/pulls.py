@@ -62,15 +62,15 @@ class Pulls:
                 f"got {self.exchange!r}"
             )
         for pull in self.exchange.pulls:
+            if pull.adds:
+                raise ValueError(
+                    "`late` must be 'replace' for asynchronous workers, got late='add'"
+                )
             if self.budget and (pull.offset or pull.fragments > 1 or pull.delay):
                 raise ValueError(
                     "pulls with a budget must have no offset, no fragments and no delay, "
                     f"got offset={pull.offset}, fragments={pull.fragments}, "
                     f"delay={pull.delay}"
-                )
-            if pull.adds:
-                raise ValueError(
-                    "`late` must be 'replace' for asynchronous workers, got late='add'"
                 )
             if pull.skips is not None:
                 raise ValueError(
