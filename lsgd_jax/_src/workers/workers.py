@@ -24,6 +24,7 @@ from lsgd_jax._src.exchange.beside import (
     check_has_delay,
     check_reads_no_x,
 )
+from lsgd_jax._src.exchange.crew import Crew, Verdict
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.loop import Loop
@@ -49,9 +50,10 @@ from lsgd_jax._src.workers.device_grid import (
 )
 from lsgd_jax._src.workers.devices import reserve_threads
 from lsgd_jax._src.workers.meetings import Meetings
+from lsgd_jax._src.workers.members import Members, check_may_lose
 from lsgd_jax._src.workers.spmd import Grid, compiled
 from lsgd_jax._src.workers.transfer import gathered, is_key, place, read, split
-from lsgd_jax._src.workers.twin import Twin
+from lsgd_jax._src.workers.twin import Twin, turns
 
 
 Keys = Literal["split", "copy"]
@@ -331,6 +333,7 @@ class Workers:
         donate: int | Iterable[int] = (),
         static: str | Iterable[str] = (),
         beside: bool = False,
+        min_workers: int | None = None,
     ) -> Callable:
         """Turns a step with a method around it into one for a loop over the steps.
 
@@ -363,6 +366,9 @@ class Workers:
           donate: as for `map`; the exchanges never reuse their arguments' buffers.
           static: as for `map`.
           beside: whether messages of pulls with a `delay` travel beside the steps.
+          min_workers: goes on when processes are lost, with at least so many workers, and
+            takes back those that start again; with `beside`. Otherwise a lost process ends
+            all of them.
 
         Returns:
           A function of the same signature as ``map(step)``, not to be called under
@@ -393,9 +399,12 @@ class Workers:
                 f"got {step!r}; `map` compiles any other function"
             )
         options = {"donate": donate, "static": static}
+        crew_of = None
+        if min_workers is not None:
+            crew_of = self._crew_of(step, beside, min_workers)
         if beside:
             twin = self._devices_beside()
-            run: Loop = LoopBeside(step, self._compile, self.sizes, options, twin)
+            run: Loop = LoopBeside(step, self._compile, self.sizes, options, twin, crew_of)
         else:
             run = step.loop(self._compile, sizes=self.sizes, **options)
         if self.debug:
@@ -437,6 +446,37 @@ class Workers:
         if self._twin is None:
             self._twin = Twin(self._grid, self._meetings)
         return self._twin
+
+    def _crew_of(
+        self, step: Around, beside: bool, min_workers: int
+    ) -> Callable[[Sequence[PullsBeside]], Crew]:
+        """Returns what makes the crew of a loop whose processes may be lost.
+
+        Raises:
+          ValueError: they may not.
+        """
+        check_positive_int("min_workers", min_workers)
+        if not beside:
+            raise ValueError(
+                "`min_workers` must be left out unless messages travel beside the steps "
+                f"(`beside=True`), got min_workers={min_workers}"
+            )
+        if min_workers > self.num_workers:
+            raise ValueError(
+                f"`min_workers` must be at most the number of workers, {self.num_workers}, "
+                f"got min_workers={min_workers}"
+            )
+        check_may_lose([method.method for method in step.methods], self._grid)
+        members = Members.of_jax()
+
+        def twin_of(verdict: Verdict) -> Twin | None:
+            live = verdict.members
+            if verdict.turn >= turns(self._grid, live):
+                return None
+            self._twin = Twin(self._grid, self._meetings, live, verdict.turn)
+            return self._twin
+
+        return functools.partial(Crew, members, twin_of, Order, min_workers)
 
     def _checked(self, mapped: Callable) -> Callable:
         """The function, with a check of the states that it returns, if `debug` says so."""
