@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from harness import COLLECTIVE, mostly_slow
+from harness import train as trained
 from loops import (
     begun,
     both,
@@ -17,6 +18,7 @@ from loops import (
 )
 
 import lsgd_jax as lj
+from lsgd_jax._src.exchange.beside import _welcomed
 
 
 WORKERS = lj.Workers(2, 2, devices=jax.devices()[:4])
@@ -171,6 +173,23 @@ def test_a_run_resumes_from_any_step_with_its_message_under_way(again):
             rest = steps(inside, train, state, t + 1, donate=False)
         *_, (_, found) = rest
         same(found, last)
+
+
+def test_a_new_worker_takes_no_sum_of_another_one():
+    """Message 2 is in flight when it comes, and of message 6 it takes the target whole."""
+    workers = lj.Workers(1, 3)
+    tx = lj.local_sgd(4, delay=2, late="add")
+    step = np.array([[1.0], [2.0], [6.0]], np.float32)
+    seen, state = trained(tx, workers, np.zeros([3, 1], np.float32), [step] * 3)
+    is_new = np.array([False, False, True])
+    (pull,) = state.pulls
+    pull = workers.map(_welcomed)(pull, workers.put(is_new))
+    state = state._replace(pulls=(pull,))
+    seen, _ = trained(tx, workers, seen[-1], [step] * 5, state=workers.fetch(state))
+    # Of message 2 the mean is 6. At step 6 the new worker is at 36 and does not take part.
+    np.testing.assert_array_equal(seen[0][:, 0], [4 + 4, 8 + 2, 24])
+    target = (10 + 14) / 2
+    np.testing.assert_array_equal(seen[4][:, 0], [8 + 4 + 2, 10 + 8 - 2, target])
 
 
 @pytest.mark.slow
