@@ -682,7 +682,8 @@ def land(
     """
     takes_part = is_finite & ~target.is_huge & (state.missed == 0)
     if pull.adds:
-        takes_part = placed(pull, state, to_device).pending.takes_part
+        message: Any = placed(pull, state, to_device).pending
+        takes_part = message.takes_part
     keeps = takes_part
     if pull.verify:
         # Such a worker takes the whole target, but it is finite and does not count as
