@@ -59,8 +59,14 @@ class Judges(Protocol):
     def meet(self) -> Verdict: ...
 
     def judge(
-        self, before: Mapping[str, Any], after: Mapping[str, Any], results: Any
+        self,
+        before: Mapping[str, Any],
+        after: Mapping[str, Any],
+        results: Any,
+        admits: bool = True,
     ) -> Verdict: ...
+
+    def gather(self, name: str, value: Any) -> dict[int, Any]: ...
 
     def close(self) -> None: ...
 
@@ -106,8 +112,13 @@ class SentMessage(NamedTuple):
     verdict: "Future[Verdict]"
 
 
-class CrewLost(RuntimeError):
-    """A loop cannot go on: too few of its workers live, or a message has failed."""
+class LoopEnded(RuntimeError):
+    """A loop with `min_workers` cannot go on.
+
+    Too few of its workers live, messages fail although no process is lost, CPU devices for
+    messages have run out, or the others have taken their last step. The state that the loop
+    has returned last is whole.
+    """
 
 
 class Crew:
@@ -143,8 +154,9 @@ class Crew:
         self._senders = senders
         self._twin: Any = None
         self._in_flight: deque[SentMessage] = deque()
-        self._failure: CrewLost | None = None
+        self._failure: LoopEnded | None = None
         self._place: dict[str, Any] = {}
+        self._gathered = 0  # calls of `gather` since the last step
         self._missed = 0  # messages of the first step that left before this process came
         # Those of the last verdict, and of the members whose devices the pulls use.
         self._changes = 0
@@ -201,10 +213,14 @@ class Crew:
         counts: the steps that each method has taken.
 
         Raises:
-          CrewLost: the loop cannot go on.
+          LoopEnded: the loop cannot go on.
         """
         self._place = {"counts": list(counts), "sent": 0}
+        self._gathered = 0
         self._take_known()
+        self._check()
+
+    def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
 
@@ -247,6 +263,35 @@ class Crew:
         """Waits until all messages count."""
         while self._in_flight:
             self._take(self._in_flight[0])
+
+    def compute(self, run: Callable[[Any], Any]) -> Any:
+        """The results of a program of all workers that live.
+
+        run: returns them, given the twin.
+
+        Raises:
+          LoopEnded: the loop cannot go on.
+        """
+        while True:
+            self.wait_for_messages()
+            self._check()
+            results = run(self._twin)
+            # A newcomer would not call this.
+            verdict = self._judges.judge({}, {}, results, admits=False)
+            self._changes = verdict.changes
+            if verdict.counts:
+                return results
+            self._change(verdict)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process says, in their order; JSON. All call it between the same steps.
+
+        A newcomer gets what was said while it did not live.
+        """
+        steps = "-".join(map(str, self._place["counts"]))
+        self._gathered += 1
+        said = self._judges.gather(f"{steps}-{self._gathered}", value)
+        return [said[process] for process in sorted(said)]
 
     def close(self) -> None:
         """Waits for the messages in flight, and for all other processes to do so."""
@@ -355,7 +400,7 @@ class Crew:
 
     def _end(self, reason: str) -> None:
         """Ends the loop at its next step, whose state is whole."""
-        self._failure = CrewLost(reason)
+        self._failure = LoopEnded(reason)
 
 
 def error_of(results: Any) -> Exception | None:

@@ -19,6 +19,7 @@ from lsgd_jax._src.exchange.loop import (
     Loop,
     Looped,
     Phases,
+    arrays_of_counts,
     changed,
     changes,
     state_in,
@@ -28,20 +29,22 @@ from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState
 from lsgd_jax._src.exchange.phases import Sizes
 from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
-from lsgd_jax._src.shared import Shared, one_worker
-from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.shared import WORKER_AXES, Shared, one_worker
+from lsgd_jax._src.trees import Tree, all_finite
+from lsgd_jax._src.wire.group import Group
 
 
 class LoopBeside(Loop):
     """A `Loop` whose delayed pulls exchange on a twin of the devices that train.
 
-    Args:
-      train, compile, sizes, options: see `Loop`.
-      twin: the devices beside.
-      crew_of: makes the crew of the pulls, if processes may be lost.
+    `Workers.loop` returns it with ``beside=True``. With its `min_workers` processes may be
+    lost and come back.
 
     Attributes:
-      crew: the workers, if their processes may be lost, otherwise None.
+      steps: the steps taken, those of the others before this process came included.
+      waited: seconds for which the host has waited for messages that were not there in
+        time.
+      num_workers: the number of workers that live; None without `min_workers`.
     """
 
     def __init__(
@@ -53,6 +56,12 @@ class LoopBeside(Loop):
         twin: Beside,
         crew_of: Callable[[Sequence[PullsBeside]], Crew] | None = None,
     ):
+        """For `train`, `compile`, `sizes` and `options` see `Loop`.
+
+        Args:
+          twin: the devices beside.
+          crew_of: makes the crew of the pulls, if processes may be lost.
+        """
         super().__init__(train, compile, sizes, options)
         check_methods(train.methods)
         order = Order(twin)
@@ -73,6 +82,22 @@ class LoopBeside(Loop):
         """The number of workers that live; None if no process may be lost."""
         return None if self.crew is None else self.crew.num_workers
 
+    @property
+    def steps(self) -> int:
+        """The steps taken, also by the others before this process came."""
+        return self._counts[0] if self._counts else 0
+
+    def begin(self, state: AroundState) -> AroundState:
+        """Returns the state with which this process begins.
+
+        It meets the other processes, as the first step would do. One that has started again
+        takes from them what all workers have in common, and the step.
+        """
+        state = self._begin(state)
+        self._counts = self._counts_of(state)
+        self._last = arrays_of_counts(state)
+        return state
+
     def settled(self, state: AroundState) -> AroundState:
         """The state once all messages in flight count.
 
@@ -83,6 +108,28 @@ class LoopBeside(Loop):
         if self.crew is not None:
             self.crew.wait_for_messages()
         return self._mapped(PullsBeside.whole, self._mapped(PullsBeside.at_home, state))
+
+    def consensus(self, tree: Tree) -> Tree:
+        """Returns the mean over the workers that live, as host arrays. All call it.
+
+        It is `lj.consensus` where processes may be lost.
+
+        tree: leaves [W, ...], such as `state.state["params"]`.
+        """
+        if self.crew is None:
+            raise ValueError(
+                "`consensus` is for a loop with `min_workers`: call `lj.consensus`"
+            )
+
+        def mean(tree: Tree) -> Shared:
+            total, _ = Group(WORKER_AXES).masked_mean(tree, all_finite(tree))
+            return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
+
+        def run(twin: Any) -> Shared:
+            return twin.compile(mean)(twin.there(tree))
+
+        found = self.crew.compute(run).value
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
 
     def close(self) -> None:
         """Waits until all processes that live have come here.

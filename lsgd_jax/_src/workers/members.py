@@ -11,7 +11,7 @@ import itertools
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax._src import distributed  # the service has no public name
 
-from lsgd_jax._src.exchange.crew import CrewLost, Verdict, error_of
+from lsgd_jax._src.exchange.crew import LoopEnded, Verdict, error_of
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import Group
@@ -29,7 +29,7 @@ from lsgd_jax._src.workers.twin import among, name_of, processes_of
 
 LOOK_S = 0.01  # between two looks at results, or at what others have told
 WATCH_S = 0.5  # between two questions about who lives
-KEPT = 100  # verdicts
+KEPT = 100  # verdicts, and what was gathered: a newcomer may be late
 PATIENCE_MS = 60_000  # of one question to the service; it is asked again
 LEAVING_S = 60.0  # how long process 0 waits for the others to leave
 _numbers = itertools.count()  # loops begin in the same order in all processes
@@ -56,6 +56,7 @@ class Members:
         self._changes = 0  # how often the members have changed
         # Of process 0: how often messages have begun among these processes.
         self._turns: Counter[tuple[int, ...]] = Counter()
+        self._gathered: deque[str] = deque()  # names
         self.is_closed = False
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
@@ -94,7 +95,7 @@ class Members:
         It waits until all processes have begun, or until the members let it in.
 
         Raises:
-          CrewLost: the members have come to their end.
+          LoopEnded: the members have come to their end.
         """
         own = self._incarnation
         if self._read("now") is None:
@@ -109,14 +110,18 @@ class Members:
         told = None
         while told is None:
             if self._read("end") is not None:
-                raise CrewLost("the others have taken their last step")
+                raise LoopEnded("the others have taken their last step")
             time.sleep(LOOK_S)
             told = self._read("entry", self._me, own)
         self._delete("entry", self._me, own)
         return self._enter(told)
 
     def judge(
-        self, before: Mapping[str, Any], after: Mapping[str, Any], results: Tree
+        self,
+        before: Mapping[str, Any],
+        after: Mapping[str, Any],
+        results: Tree,
+        admits: bool = True,
     ) -> Verdict:
         """Agrees on whether a message counts, and on who lives after it.
 
@@ -125,6 +130,7 @@ class Members:
             JSON.
           after: likewise if it counts.
           results: the arrays that the message makes.
+          admits: whether newcomers may come in.
         """
         number = self._number
         has_told = False
@@ -147,12 +153,37 @@ class Members:
             stay = {p: x for p, x in self._members.items() if p not in self._lost()}
             counts = not failed and len(stay) == len(self._members)
             place = after if counts else before
-            self._tell(self._decided(stay, place, failed), "verdict", number)
+            told = self._decided(stay, place, failed, admits)
+            self._tell(told, "verdict", number)
             for process in self._processes:
                 self._delete("done", number, process)
             # By then all members have read it.
             self._delete("verdict", number - KEPT)
         return self._enter(self._awaited("verdict", number))
+
+    def gather(self, name: str, value: Any) -> dict[int, Any]:
+        """What each member says, by its number, in all of them.
+
+        Args:
+          name: tells one call from another, in all processes.
+          value: JSON.
+        """
+        self._tell(value, "said", name, self._me)
+        if self._me == 0:
+
+            def are_all() -> bool:
+                said = self._told("said", name)
+                return said.keys() >= self._members.keys() - self._lost()
+
+            self._wait_until(are_all)
+            self._tell(self._told("said", name), "gathered", name)
+            for process in self._processes:
+                self._delete("said", name, process)
+            self._gathered.append(name)
+            if len(self._gathered) > KEPT:
+                self._delete("gathered", self._gathered.popleft())
+        gathered = self._awaited("gathered", name)
+        return {int(process): said for process, said in gathered.items()}
 
     def close(self) -> None:
         """Waits until all members that live have called this."""
@@ -183,20 +214,20 @@ class Members:
         return {p for p, x in self._members.items() if self._live.get(p) != x}
 
     def _decided(
-        self, stay: Mapping[int, int], place: Mapping[str, Any], failed: str
+        self,
+        stay: Mapping[int, int],
+        place: Mapping[str, Any],
+        failed: str,
+        admits: bool = False,
     ) -> dict[str, Any]:
         """The next verdict; newcomers are told.
 
         Args:
           stay: the members that live.
-          place: see `judge`.
+          place, admits: see `judge`.
           failed: why the message has failed, or ''.
         """
-        newcomers = {}
-        for process, told in self._told("join").items():
-            self._delete("join", process)
-            if self._live.get(process) == told:
-                newcomers[process] = told
+        newcomers = self._admitted() if admits else {}
         members = dict(sorted({**stay, **newcomers}.items()))
         lost = {p: x for p, x in self._members.items() if p not in stay}
         is_change = bool(lost or newcomers or failed)
@@ -215,6 +246,15 @@ class Members:
         for process, incarnation in newcomers.items():
             self._tell(told, "entry", process, incarnation)
         return told
+
+    def _admitted(self) -> dict[int, int]:
+        """The processes that want to come in and live."""
+        found = {}
+        for process, incarnation in self._told("join").items():
+            self._delete("join", process)
+            if self._live.get(process) == incarnation:
+                found[process] = incarnation
+        return found
 
     def _enter(self, told: Mapping[str, Any]) -> Verdict:
         """This process after a verdict."""

@@ -52,7 +52,14 @@ from lsgd_jax._src.workers.devices import reserve_threads
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.members import Members, check_may_lose
 from lsgd_jax._src.workers.spmd import Grid, compiled
-from lsgd_jax._src.workers.transfer import gathered, is_key, place, read, split
+from lsgd_jax._src.workers.transfer import (
+    gathered,
+    is_key,
+    of_members,
+    place,
+    read,
+    split,
+)
 from lsgd_jax._src.workers.twin import Twin, turns
 
 
@@ -160,6 +167,7 @@ class Workers:
             )
         self._meetings = Meetings()
         self._twin: Twin | None = None  # of the loops that exchange beside
+        self._crew: Crew | None = None  # of the loop whose processes may be lost
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
@@ -275,7 +283,12 @@ class Workers:
 
         Random keys come as key arrays, which `put` accepts. With several processes the call
         communicates, so all processes must make it.
+
+        In a loop that goes on when processes are lost (see `loop`), it returns the rows of
+        the workers that live, and takes losses and other small arrays.
         """
+        if self._crew is not None and self._crew.verdict is not None:
+            return of_members(self._crew.gather, tree)
         if jax.process_count() > 1:
             if self._twin is not None:
                 tree = self._twin.back(tree)
@@ -361,6 +374,18 @@ class Workers:
         ``jax_num_cpu_devices``). A single process without such devices exchanges on those
         that train.
 
+        With `min_workers`, too, a process that is lost does not end the others. jax calls
+        it lost, all agree that its message does not count, and the message leaves again
+        among those that live; means, leaders and medians are theirs. A process that starts
+        again with its number comes in after the next message: it takes anchors, momenta and
+        the step from the others, keeps its own optimizer state, and moves to the next
+        target whole. Steps go on meanwhile, up to the landing of the message. `LoopBeside`
+        has what else such a loop needs. It takes several processes with
+        ``jax_enable_recoverability``, whose process 0, with jax's service, must live, and a
+        delay for all pulls between processes. Each change takes CPU devices that no message
+        has used: with k for each device that trains, the same n processes can begin to send
+        k^n times. A node is lost as a whole.
+
         Args:
           step: what `around` returned.
           donate: as for `map`; the exchanges never reuse their arguments' buffers.
@@ -378,7 +403,8 @@ class Workers:
           ValueError: a step that is not from `around`, or of a method with steps without a
             gradient (`palsgd`); with `beside`, a method without a delay, a rule that needs
             the parameters before the step, fragments that share a program, a process with
-            too few CPU devices.
+            too few CPU devices; with `min_workers`, processes that jax ends with a lost
+            one, messages between processes that have no delay, a graph of rounds.
 
         >>> import jax.numpy as jnp
         >>> import lsgd_jax as lj
@@ -476,7 +502,11 @@ class Workers:
             self._twin = Twin(self._grid, self._meetings, live, verdict.turn)
             return self._twin
 
-        return functools.partial(Crew, members, twin_of, Order, min_workers)
+        def crew_of(senders: Sequence[PullsBeside]) -> Crew:
+            self._crew = Crew(members, twin_of, Order, min_workers, senders)
+            return self._crew
+
+        return crew_of
 
     def _checked(self, mapped: Callable) -> Callable:
         """The function, with a check of the states that it returns, if `debug` says so."""
