@@ -36,10 +36,11 @@ class Process:
         self.world = world
         self.number = number
         self.incarnation = incarnation
+        self.is_silent = False  # it goes on, although the others call it lost
 
     @property
     def lives(self):
-        return self.world.live.get(self.number) == self.incarnation
+        return self.is_silent or self.world.live.get(self.number) == self.incarnation
 
     def check(self):
         if not self.lives:

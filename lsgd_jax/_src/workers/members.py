@@ -257,8 +257,17 @@ class Members:
         return found
 
     def _enter(self, told: Mapping[str, Any]) -> Verdict:
-        """This process after a verdict."""
+        """This process after a verdict.
+
+        Raises:
+          LoopEnded: the others call this process lost.
+        """
         self._members = _with_numbers(told["members"])
+        if self._members.get(self._me) != self._incarnation:
+            raise LoopEnded(
+                "the others have gone on without this process, which was silent for too "
+                "long: start it again"
+            )
         self._number = told["number"] + 1
         self._changes = told["changes"]
         return Verdict(

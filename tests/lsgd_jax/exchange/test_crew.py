@@ -209,6 +209,12 @@ def test_all_that_live_have_sent_each_message_once(seed):
     assert all(result == whole or isinstance(result, LoopEnded) for result in results)
 
 
+def wait_for_verdict(world):
+    """Waits until a message counts."""
+    while not any("/verdict/" in key for key in list(world.store)):
+        time.sleep(0.001)
+
+
 def end_of(world, min_workers=1):
     """What becomes of each process of a world."""
     running = [Running(world.start(p), min_workers=min_workers) for p in range(3)]
@@ -224,7 +230,7 @@ def test_a_loop_ends_with_too_few_workers():
     world = World(3)
     steps = end_of(world, min_workers=3)
     next(steps)
-    time.sleep(0.02)
+    wait_for_verdict(world)
     del world.live[2]
     *ends, killed = next(steps)
     assert [str(end) for end in ends] == ["2 workers live, fewer than min_workers=3"] * 2
@@ -238,6 +244,18 @@ def test_a_loop_ends_if_messages_fail_and_no_process_is_lost():
     next(steps)
     text = "no process is lost, but messages fail: Gloo all-reduce failed"
     assert [str(end) for end in next(steps)] == [text] * 3
+
+
+def test_a_process_that_was_silent_for_too_long_is_told():
+    world = World(3)
+    steps = end_of(world)
+    running = next(steps)
+    wait_for_verdict(world)
+    running[2].process.is_silent = True
+    del world.live[2]
+    *others, end = next(steps)
+    assert all(set(names) == set(PULLS) for names in others)
+    assert str(end).startswith("the others have gone on without this process")
 
 
 def test_a_process_that_comes_after_the_last_step_is_told():
