@@ -40,8 +40,9 @@ from lsgd_jax._src.wire.group import Group
 
 Messages = dict[str, Any]  # operands of agreements, by the number of the state
 NOTHING: Any = PullState(*[cast(Any, ())] * len(PullState._fields))
-# The fields that move a worker at a landing.
-LANDING = ("pending", "restored", "dropped", "dropped_in_a_row", "missed", "agreement")
+# The fields that a landing changes, besides that nothing is on its way then.
+COUNTERS = ("restored", "dropped", "dropped_in_a_row", "missed", "agreement")
+LANDING = ("pending", *COUNTERS)  # those that it reads
 
 
 class Beside(Protocol):
@@ -232,7 +233,7 @@ class PullsBeside:
                 self.crew.wait_for(self, lands)
             jax.block_until_ready(self._targets(lands))
             self.waited += time.perf_counter() - begin
-        landing = {k: _landing(self.away[k]) for k in lands}
+        landing = {k: _only(LANDING, self.away[k]) for k in lands}
         return _with_targets(state, self._twin.back(landing))
 
     def _is_there(self, lands: Sequence[int]) -> bool:
@@ -246,7 +247,7 @@ class PullsBeside:
 
     def like_ready(self, state: ExchangeState, phase: Phase) -> ExchangeState:
         """The shapes of `ready`."""
-        landing = {k: _landing(self.away[k]) for k in self._lands(phase)}
+        landing = {k: _only(LANDING, self.away[k]) for k in self._lands(phase)}
         return _with_targets(state, self._twin.like_back(landing))
 
     def _lands(self, phase: Phase) -> list[int]:
@@ -266,7 +267,8 @@ class PullsBeside:
             # A copy: the next step may reuse the buffers of the parameters.
             message = pull.pending, pull.rule
             messages[str(k)] = jax.tree.map(jnp.copy, message)
-            return pull._replace(pending=())
+            # What has landed at this step was there before it, too.
+            return pull if slot.number in phase.lands else pull._replace(pending=())
 
         return _with_pulls(state, take), messages
 
@@ -278,7 +280,7 @@ class PullsBeside:
         state, messages: results of the program of the exchange, see `recorded`.
         """
         for k in self._lands(phase):
-            landed = self._twin.there(_landing(state.pulls[k]))
+            landed = self._twin.there(_only(COUNTERS, state.pulls[k]))
             self.away[k] = self._program("land", k)(self.away[k], landed)
         for name, message in messages.items():
             k = int(name)
@@ -380,21 +382,26 @@ def _land(pull: Pull, state: PullState, landed: PullState) -> PullState:
     wire = state.wire
     if pull.is_narrow:
         wire = wire.without_error(landed.restored != state.restored)
-    fields = {name: getattr(landed, name) for name in LANDING}
-    return state._replace(wire=wire, **fields)
+    counters = {name: getattr(landed, name) for name in COUNTERS}
+    return _forgotten(state)._replace(wire=wire, **counters)
 
 
 def _welcomed(state: PullState, is_new: Array) -> PullState:
     """The state with what the others have in common, in a worker that is new.
 
-    It takes the next target whole, and gives nothing to it.
+    It takes the next target whole, and gives nothing to it. A target less the parameters of
+    another worker is none.
     """
     group = Group(WORKER_AXES)
     source = jnp.argmin(group.gather(is_new))
     state = taken_from(group, source, state, is_new)
     pending: Any = state.pending
+    is_none = is_new & (pending.stage == kernel.CORRECTED)
     return state._replace(
-        pending=pending._replace(takes_part=pending.takes_part & ~is_new),
+        pending=pending._replace(
+            takes_part=pending.takes_part & ~is_new,
+            stage=jnp.where(is_none, kernel.IDLE, pending.stage),
+        ),
         missed=jnp.where(is_new, 1, state.missed),
     )
 
@@ -428,9 +435,9 @@ def _together(at_home: PullState, away: PullState) -> PullState:
     return away._replace(traffic=away.traffic._replace(every=every, sends_at=sends_at))
 
 
-def _landing(pull: PullState) -> PullState:
-    """What a landing reads and changes."""
-    return NOTHING._replace(**{name: getattr(pull, name) for name in LANDING})
+def _only(names: Sequence[str], pull: PullState) -> PullState:
+    """These fields of the state of a pull."""
+    return NOTHING._replace(**{name: getattr(pull, name) for name in names})
 
 
 def _landable(at_home: PullState, landing: PullState | None) -> PullState:
