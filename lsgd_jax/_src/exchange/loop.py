@@ -117,7 +117,7 @@ class Loop:
                 after = self._exchanged(after, taking_part, phases)
             results = with_state(results, after)
             self._compile_ahead(counts, (after, taking_part), {})
-        self._last = _arrays_of_counts(after)
+        self._last = arrays_of_counts(after)
         self._counts = [count + 1 for count in counts]
         return results
 
@@ -137,7 +137,7 @@ class Loop:
 
     def _is_last(self, state: AroundState) -> bool:
         """Whether this loop has returned the state last."""
-        arrays = _arrays_of_counts(state)
+        arrays = arrays_of_counts(state)
         known = len(arrays) == len(self._last)
         return known and all(a is b for a, b in zip(arrays, self._last))
 
@@ -145,7 +145,7 @@ class Loop:
         """The steps that each method has taken, read from a state that is new here."""
         if self._is_last(state):
             return self._counts
-        return list(map(_read, _arrays_of_counts(state)))
+        return list(map(_read, arrays_of_counts(state)))
 
     def _compile_ahead(
         self, counts: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
@@ -222,7 +222,7 @@ def with_state(results: Any, state: AroundState) -> Any:
     return treedef.unflatten(nodes)
 
 
-def _arrays_of_counts(state: AroundState) -> list[Any]:
+def arrays_of_counts(state: AroundState) -> list[Any]:
     """The array in which each method counts the steps."""
     check_around_state(state)
     outer = state.outer
