@@ -111,7 +111,11 @@ LISTING = """
 NOTEBOOK = """
 <a href="notebooks/{name}.ipynb" download>This page as a notebook</a>
 """
+OTHER_NAMES = re.compile(r"^<!-- Also called: (.*?) -->\n", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^(```.*?^```)", re.DOTALL | re.MULTILINE)
+# The words of code in a line, and where they may break.
+CODE = re.compile(r'(?<=<span class="pre">)[^<]+')
+BREAK = re.compile(r"(?<=[(=/])(?=[a-z])|(?<=\w{3}\.)(?=[a-z])")
 NAME = re.compile(r"(?<![\[`])`(lj|jax|optax)\.([a-zA-Z_.]+)`(?![\]`])")
 MODULES = {"lj": "lsgd_jax", "jax": "jax", "optax": "optax"}
 # Types as a reader knows them, in place of where they are defined.
@@ -178,14 +182,18 @@ def lead_elsewhere(app, docname, source):
 
 
 def index_other_names(app, docname, source):
-    """Makes the words of "Also called: ..." index entries, which a search ranks first."""
-    found = re.search(r"^<!-- Also called: (.*?) -->\n", source[0], re.M | re.S)
-    if found:
-        source[0] = source[0].replace(found[0], "")
-        names = " ".join(found[1].split()).split(", ")
-        names += [name.replace("-", " ") for name in names if "-" in name]
-        entries = "\n".join(f"   ! single: {name}" for name in names)
-        source[0] += f"\n```{{eval-rst}}\n.. index::\n{entries}\n```\n"
+    """Makes the words of "Also called: ..." index entries, which a search ranks first.
+
+    They lead to where the comment stands.
+    """
+    source[0] = OTHER_NAMES.sub(index, source[0])
+
+
+def index(comment):
+    names = " ".join(comment[1].split()).split(", ")
+    names += [name.replace("-", " ") for name in names if "-" in name]
+    entries = "\n".join(f"   ! single: {name}" for name in names)
+    return f"```{{eval-rst}}\n.. index::\n{entries}\n```\n"
 
 
 def link_names(app, docname, source):
@@ -193,6 +201,13 @@ def link_names(app, docname, source):
     link = lambda m: f"{{py:obj}}`{m[1]}.{m[2]} <{MODULES[m[1]]}.{m[2]}>`"
     parts = FENCED.split(source[0])
     source[0] = "".join(p if p[:3] == "```" else NAME.sub(link, p) for p in parts)
+
+
+def let_code_break(app, page, template, context, doctree):
+    """Lets code in a line break after brackets and dots, not inside a word."""
+    if "body" in context:
+        parts = lambda m: BREAK.sub("<wbr>", m[0])
+        context["body"] = CODE.sub(parts, context["body"])
 
 
 def offer_notebook(app, docname, source):
@@ -268,6 +283,7 @@ def setup(app):
     app.connect("source-read", link_names)
     app.connect("source-read", index_other_names)
     app.connect("source-read", offer_notebook)
+    app.connect("html-page-context", let_code_break)
     app.connect("autodoc-process-docstring", options_once, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", short_signature, priority=600)
     app.connect("missing-reference", find_class)

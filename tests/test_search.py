@@ -51,6 +51,9 @@ FIRST = {
     "which method should I use": "choosing",
     "resume after preemption": "faults",
     "train on two sites": "two_sites",
+    "compare methods": "trainer",
+    "how long does it take": "is_it_worth_it",
+    "cite": "index",
 }
 
 

@@ -43,7 +43,6 @@ from train.cluster.session import Session, WorkersLost, is_of_xla
 from train.config.schema import FREE_ON_RESUME, WORKERS, Config, fields
 from train.metrics import log as records
 from train.metrics import tables, traffic
-from train.metrics.drawing import plain_numbers, plt, save, subplots
 from train.metrics.measures import ERROR, Measure, of_events
 from train.metrics.quantities import duration
 from train.process import command, compilation_cache
@@ -572,11 +571,13 @@ LINES = "-", "--", ":", "-."  # styles of seeds 0, 1, …
 
 def draw(curves: dict[Key, Curve], path: pathlib.Path) -> None:
     """Draws the measure against steps, seconds and bytes, with one line per seed."""
+    from train.metrics import drawing  # importing Matplotlib takes a second
+
     size = 3.5 * len(AGAINST) + 2.5, 4
-    figure, panels = subplots(1, len(AGAINST), figsize=size, sharey=True)
+    figure, panels = drawing.subplots(1, len(AGAINST), figsize=size, sharey=True)
     measure = measure_of(curves)
     methods = list(dict.fromkeys(name for name, _ in curves))
-    colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
+    colors = drawing.plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
     diverged = {method for (method, _), curve in curves.items() if curve.diverged}
     for axes, (name, xlabel) in zip(panels, AGAINST.items()):
         top = axes.get_xaxis_transform()  # a value that is not finite has no y
@@ -590,7 +591,7 @@ def draw(curves: dict[Key, Curve], path: pathlib.Path) -> None:
             if curve.diverged:
                 axes.plot(x[-1], 0.97, "x", color=color, transform=top)
         axes.set(xlabel=xlabel, yscale="log")
-        plain_numbers(axes.yaxis)
+        drawing.plain_numbers(axes.yaxis)
         sent = sorted(x for curve in curves.values() for x in curve.megabytes if x)
         if name == "megabytes" and sent and sent[-1] > 50 * sent[0]:
             axes.set_xscale("symlog", linthresh=sent[0])  # some methods send nothing
@@ -600,7 +601,7 @@ def draw(curves: dict[Key, Curve], path: pathlib.Path) -> None:
     labeled = panels[0].get_legend_handles_labels()
     title = "a line style per seed" if any(seed for _, seed in curves) else None
     figure.legend(*labeled, loc="outside right upper", frameon=False, title=title)
-    save(figure, path)
+    drawing.save(figure, path)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -30,7 +30,6 @@ import lsgd_jax as lj
 from train.config import methods
 from train.config.schema import Config, WorkersConfig
 from train.metrics import measures, progress, tables
-from train.metrics.drawing import plain_numbers, save, subplots, whole_numbers
 from train.planning.unequal import Unequal
 from train.process import command, compilation_cache
 from train.process.exit_status import SUCCESS
@@ -370,7 +369,9 @@ def write(options: SimulateOptions, runs: list[Recorded], out: pathlib.Path) -> 
 
 def draw(runs: list[Recorded], path: pathlib.Path) -> None:
     """Plots loss over simulated time, waiting by worker, staleness and bytes, as a PNG."""
-    figure, grid = subplots(2, 2, figsize=(10, 7))
+    from train.metrics import drawing  # importing Matplotlib takes a second
+
+    figure, grid = drawing.subplots(2, 2, figsize=(10, 7))
     (loss, waiting), (staleness, sent) = grid
     for run in runs:
         loss.plot(*_binned(run), label=run.name)
@@ -385,12 +386,12 @@ def draw(runs: list[Recorded], path: pathlib.Path) -> None:
     staleness.set(xlabel="staleness, steps", ylabel="steps")
     for axes in (loss, staleness):
         axes.set_yscale("log")
-        plain_numbers(axes.yaxis)
-    whole_numbers(waiting.xaxis)
-    whole_numbers(staleness.xaxis)
+        drawing.plain_numbers(axes.yaxis)
+    drawing.whole_numbers(waiting.xaxis)
+    drawing.whole_numbers(staleness.xaxis)
     sent.set_ylabel("MB that left a node, mean")
     sent.tick_params(axis="x", rotation=20)
-    save(figure, path)
+    drawing.save(figure, path)
 
 
 def _binned(run: Recorded) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 The curves are no sketches: each is a parameter of four workers that this library trains,
 on a parabola with the minimum at 1, each with a bias and noise of its own. `gain` draws
-measured seconds, a part of the table in docs/results/slow_networks.md.
+seconds of the tables in docs/results/slow_networks.md.
 """
 
 import pathlib
@@ -501,36 +501,39 @@ LINES = {  # the rows of the table, and how the picture calls them
 def draw_gain():
     """Seconds to an error at three rates, on logarithmic scales.
 
-    Each dot is one measurement. A band is their range where a slower network measured
-    faster by chance, so that it never falls.
+    A dot is the steps of a race times a timed step, a cross a run that was timed to the
+    end. A band is the range of the dots where a slower network measured faster by chance,
+    so that it never falls.
     """
     page = (HERE.parent / "results" / "slow_networks.md").read_text()
+    computed, timed = page.split("### Timed to the end")
     rates = 1000, 100, 10  # Mbit/s, the order of the columns
     figure, axes = plt.subplots(figsize=(7.4, 3.1))
-    ends = {}
     for (row, label), color in zip(LINES.items(), COLORS):
-        cells = re.search(rf"^\| {row} \|(.*)\|$", page, re.M)[1].split("|")
-        seconds = np.array([float(cell) for cell in cells[1:]])
+        seconds = np.array(cells(computed, row)[1:])
         low = np.minimum.accumulate(seconds[::-1])[::-1]
         high = np.maximum.accumulate(seconds)
         axes.fill_between(rates, low, high, color=color, alpha=0.4, lw=3)
         axes.plot(rates, seconds, "o", color=color, markersize=5)
-        ends[label] = seconds[-1], color
-    height = 0.0  # labels keep a distance from one another
-    for label, (seconds, color) in sorted(ends.items(), key=lambda item: item[1][0]):
-        height = max(seconds, 1.4 * height)
-        text = f"{label}: {seconds:.0f} s"
-        axes.text(8.6, height, text, color=color, va="center")
+        _, end, _ = cells(timed, row)
+        axes.plot(rates[-1], end, "x", color=color, markersize=8, mew=2)
+        axes.text(8.4, end, f"{label}: {end:.0f} s", color=color, va="center")
     axes.set(xscale="log", yscale="log", xlim=(1250, 9), ylim=(20, 900))
     axes.set_xticks(rates, ["1 Gbit/s", "100 Mbit/s", "10 Mbit/s"])
     axes.set_yticks([30, 100, 300, 700], ["30 s", "100 s", "300 s", "700 s"])
     axes.minorticks_off()
     title = "time to a test error of 55 % on CIFAR-10, four workers"
-    note = "dots: single timings; bands: their range where a slower link was faster"
+    note = "crosses: timed to the end; dots: computed, steps of a race × a timed step"
     axes.set_title(title, loc="left", pad=24)
     axes.text(0, 1.05, note, transform=axes.transAxes, fontsize=9, color="gray")
     figure.subplots_adjust(right=0.62, top=0.82)
     save(figure, "gain")
+
+
+def cells(page, row):
+    """The numbers in the first row of a table that begins so."""
+    found = re.search(rf"^\| {row} \|(.*)\|$", page, re.M)
+    return [float(cell) for cell in found[1].split("|")]
 
 
 DRAW = {

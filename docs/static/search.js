@@ -23,6 +23,10 @@ if (typeof Search !== "undefined") {
   const perform = Search._performSearch;
   Search._performSearch = (query, ...terms) => perform(named(query), ...terms);
 
+  // An excerpt of the page for a name that leads to a place without text of its own.
+  const textOf = Search.htmlToText;
+  Search.htmlToText = (html, anchor) => textOf(html, anchor) || textOf(html);
+
   const withAll = Search.performTermsSearch;
   Search.performTermsSearch = (words, excluded) => {
     const found = withAll(words, excluded);

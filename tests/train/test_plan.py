@@ -223,7 +223,7 @@ def test_a_size_without_a_law(planned):
     assert base["loss"]["nats"] is None and base["hours"] > 0
     assert "from 35 M to 10 B parameters" in base["loss"]["source"]
     assert any("outside the range of their fits" in x for x in rest["sources"])
-    assert "no law says" in rest["advice"]
+    assert "no published scaling law" in rest["advice"]
 
 
 def test_what_a_command_draws(tmp_path, capsys):

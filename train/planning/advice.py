@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from train.metrics.drawing import plain_numbers, save, subplots
 from train.metrics.quantities import HOUR, duration, number
 from train.planning import laws
 from train.planning.candidates import NAMES, Candidate, MethodVariant
@@ -99,7 +98,7 @@ class Advice:
             f"use {best.name}: {time} in place of {duration(base.seconds)} of data parallel"
         )
         if best.loss.more is None:
-            return f"{found}; no law says for how many nats"
+            return f"{found}; no published scaling law predicts its loss"
         cost = f"{best.loss.more:+.3f} nats (± {best.loss.more_error:.3f})"
         return f"{found}, for about {cost}"
 
@@ -119,8 +118,8 @@ class Advice:
             yield f"for {least.loss.more:+.3f} nats: {least.name}, {_time(least)}"
         if best.seconds > (1 + self.share) * fastest.seconds:
             yield (
-                f"faster still: {fastest.name}, {_time(fastest)}, but no law says for how "
-                "many nats"
+                f"faster still: {fastest.name}, {_time(fastest)}, but no published scaling "
+                "law predicts its loss"
             )
 
     def notes(self, candidates: Sequence[Candidate]) -> Iterator[str]:
@@ -187,11 +186,13 @@ class Advice:
 
     def draw(self, path: pathlib.Path) -> None:
         """Plots hours against bandwidth, with the link of the plan marked, as a PNG."""
+        from train.metrics import drawing  # importing Matplotlib takes a second
+
         scenario = self.scenario
         here = scenario.widest.network
         count = 41 if scenario.unequal is None else 9  # each of which is simulated
         rates = here.bandwidth * np.logspace(-2, 2, count)
-        figure, axes = subplots(figsize=(7, 4.5))
+        figure, axes = drawing.subplots(figsize=(7, 4.5))
         unit = 1e-3 if self.base.steps is None else HOUR
         diloco = [x for x in self.candidates if x.method == MethodVariant("diloco")]
         shortest = min(diloco, key=lambda x: average(x.periods[-1]))
@@ -202,9 +203,9 @@ class Advice:
         axes.axvline(here.bandwidth * 8 / 1e6, color="gray", lw=1, ls=":")
         axes.set(xscale="log", yscale="log", xlabel="Mbit/s of each site")
         axes.set_ylabel("hours" if unit == HOUR else "ms a step")
-        plain_numbers(axes.yaxis)
+        drawing.plain_numbers(axes.yaxis)
         axes.legend(frameon=False, fontsize=8)
-        save(figure, path)
+        drawing.save(figure, path)
 
     def _at(self, found: Candidate, bandwidth: float) -> Candidate:
         """A candidate on a link of another bandwidth."""

@@ -163,10 +163,10 @@ def _best(result: Result) -> list[str]:
     if result.best is None:
         return []
     step, tested = result.best
-    best = f"step {step} ({measures.text(tested)})"
     if step == result.checkpoint:
-        return [f"the last checkpoint is the best: {best}"]
-    return [f"the best checkpoint is of {best}, the last of step {result.checkpoint}"]
+        return [f"best checkpoint: step {step} (the last one), {measures.text(tested)}"]
+    best = f"best checkpoint: step {step}, {measures.text(tested)}"
+    return [f"{best}; last checkpoint: step {result.checkpoint}"]
 
 
 def _finite(result: Result) -> str:

@@ -571,7 +571,7 @@ def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
     assert checkpoints.steps_in(run.folder / "checkpoints") == [6, 12]
     assert result.best == (6, {"error": 30.0, "loss": 1.0}) and result.is_good
     printed = capsys.readouterr().out
-    said = "\nthe best checkpoint is of step 6 (30.00 %), the last of step 12; everything"
+    said = "\nbest checkpoint: step 6, 30.00 %; last checkpoint: step 12; everything"
     assert said in printed
 
 
@@ -583,7 +583,7 @@ def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
     run = opened(test_every=3, checkpoint_every=20, keep_checkpoints=1)
     trained(run, signaled(run, 7))
     assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 8]
-    said = "saved\nthe best checkpoint is of step 3 (5.00 %), the last of step 8; to res"
+    said = "saved\nbest checkpoint: step 3, 5.00 %; last checkpoint: step 8; to res"
     assert said in capsys.readouterr().out
     options = dict(test_every=3, checkpoint_every=20, keep_checkpoints=1, resume=True)
     assert train(opened(**options)).best.step == 3
@@ -605,7 +605,7 @@ def test_a_run_that_ends_far_above_its_best_has_diverged(
     diverged = "; training has diverged: the last test is far above the best one"
     assert (diverged in printed) != good
     assert log.read(result.folder)["end"][-1].get("far_above_best", False) != good
-    assert "\nthe best checkpoint is of step 6 (2.80 %), the last of step 12" in printed
+    assert "\nbest checkpoint: step 6, 2.80 %; last checkpoint: step 12" in printed
 
 
 def test_the_best_worker_is_known_before_the_first_report(opened, trained):
@@ -639,8 +639,8 @@ def test_the_last_lines_say_that_a_run_has_diverged(opened, trained, capsys):
     assert result.stopped_by is None and result.saved and not result.is_good
     printed = capsys.readouterr().out
     assert "training has diverged: a loss is not finite\nthe latest checkpoint" in printed
-    assert "with finite losses is of step 6; the best checkpoint is of step 6 (" in printed
-    assert "the last of step 12; everything is in" in printed
+    assert "with finite losses is of step 6; best checkpoint: step 6, " in printed
+    assert "last checkpoint: step 12; everything is in" in printed
 
 
 def test_a_diverged_worker_is_reported_and_restored(opened, capsys):
