@@ -12,6 +12,7 @@ from lsgd_jax._src.exchange.aggregate import AggregateState as AggregateState
 from lsgd_jax._src.exchange.aggregate import aggregate as aggregate
 from lsgd_jax._src.exchange.around import Around as Around
 from lsgd_jax._src.exchange.around import around as around
+from lsgd_jax._src.exchange.crew import LoopEnded as LoopEnded
 from lsgd_jax._src.exchange.diagnostics import Diagnostics as Diagnostics
 from lsgd_jax._src.exchange.diagnostics import diagnostics as diagnostics
 from lsgd_jax._src.exchange.diagnostics import waiting as waiting
@@ -20,6 +21,7 @@ from lsgd_jax._src.exchange.exchange import exchange as exchange
 from lsgd_jax._src.exchange.kernel import Pull as Pull
 from lsgd_jax._src.exchange.kernel import PullState as PullState
 from lsgd_jax._src.exchange.loop import Loop as Loop
+from lsgd_jax._src.exchange.loop_beside import LoopBeside as LoopBeside
 from lsgd_jax._src.exchange.outer import AroundState as AroundState
 from lsgd_jax._src.exchange.outer import Outer as Outer
 from lsgd_jax._src.exchange.outer import OuterState as OuterState

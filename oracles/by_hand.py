@@ -120,6 +120,68 @@ def palsgd(x, gradients):
     return np.stack(seen)
 
 
+# Late pulls, which add what an agreement has moved to the steps since then
+
+
+def _adding(*pulls):
+    """Pulls (rule, strength, period, delay), which land at the end of their periods.
+
+    rule: x -> a function from y [W, P] to the targets of all workers.
+    """
+
+    def compute(x, gradients):
+        rules = [rule(x) for rule, *_ in pulls]
+        in_flight = [0.0] * len(pulls)
+        seen = []
+        for t, g in enumerate(gradients, 1):
+            x = x - RATE * g
+            for k, (_, strength, period, delay) in enumerate(pulls):
+                if t % period == 0:
+                    x = x + strength * in_flight[k]
+                if (t + delay) % period == 0:
+                    in_flight[k] = rules[k](x) - x
+            seen.append(x)
+        return np.stack(seen)
+
+    return compute
+
+
+def _mean(x):
+    """The rule of local SGD."""
+    del x
+    return lambda y: y.mean(axis=0)
+
+
+def _first_worker(nodes):
+    """The rule of LSGD where all losses are equal: the first worker of each node leads."""
+
+    def rule(x):
+        del x
+        each = WORKERS // nodes
+        return lambda y: np.repeat(y[::each], each, axis=0)
+
+    return rule
+
+
+def _nesterov(rate, momentum):
+    """The rule of DiLoCo."""
+
+    def rule(x):
+        anchor = x.mean(axis=0)
+        trace = np.zeros_like(anchor)
+
+        def agree(y):
+            nonlocal anchor, trace
+            delta = anchor - y.mean(axis=0)
+            trace = momentum * trace + delta
+            anchor = anchor - rate * (delta + momentum * trace)
+            return anchor
+
+        return agree
+
+    return rule
+
+
 # Aggregates of gradients
 
 
@@ -189,6 +251,28 @@ CASES = {
         "contrib.palsgd",
         _last(lj.contrib.palsgd(5, RATE, 0.4, 2.0, optax.sgd(0.5, 0.5), 5)),
         palsgd,
+        2e-6,
+    ),
+    "local_sgd_late": (
+        "local_sgd",
+        _last(lj.local_sgd(4, delay=4, late="add")),
+        _adding((_mean, 1.0, 4, 4)),
+        2e-6,
+    ),
+    "diloco_late": (
+        "diloco",
+        _last(
+            lj.diloco(
+                4, optax.sgd(0.7, 0.5, nesterov=True), mixing=0.25, delay=3, late="add"
+            )
+        ),
+        _adding((_nesterov(0.7, 0.5), 0.75, 4, 3)),
+        2e-6,
+    ),
+    "lsgd_late": (
+        "lsgd",
+        _last(lj.lsgd(0.3, 0.2, 2, 4, delay=2, late="add")),
+        _adding((_first_worker(2), 0.3, 2, 2), (_first_worker(1), 0.2, 4, 2)),
         2e-6,
     ),
     "licm": ("robust.licm", _first(lj.robust.licm(0.5)), _of_aggregates(licm), 2e-6),

@@ -127,10 +127,13 @@ METHODS = {
     ),
     "sparta": Method(lambda W, **k: lj.contrib.sparta(0.5, **k), wires=False),
     "lsgd_streaming": Method(
-        lambda W, **k: lj.lsgd(0.3, 0.2, 4, 8, 2, fragments=2, delay=1, scan_axis=0, **k),
+        lambda W, **k: lj.lsgd(
+            0.3, 0.2, 4, 8, 2, fragments=2, delay=2, late="add", scan_axis=0, **k
+        ),
         due=2,
         alone=False,
         rounds=lambda W: (1, 1, 1, 1),
+        lock_step=True,
     ),
     "slowmo": Method(
         lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False
@@ -291,7 +294,7 @@ METHODS |= {
 
 KINDS = {
     "lsgd": "elections on two levels",
-    "lsgd_streaming": "both levels in fragments of stacked layers, in flight",
+    "lsgd_streaming": "both levels in fragments of stacked layers, in flight, added late",
     "easgd": "a center",
     "diloco_streaming": "an anchor and an outer optimizer in fragments, in flight",
     "desloc": "a method around the optimizer",

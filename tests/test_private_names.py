@@ -12,6 +12,7 @@ PRIVATE = {
     "jax._src.core.get_axis_env",
     "jax._src.core.remove_explicit_mesh_axis_names",
     "jax._src.core.trace_ctx",
+    "jax._src.distributed",
     "ray._private.ray_constants",
     "ray._private.utils",
     "ray._private.worker",

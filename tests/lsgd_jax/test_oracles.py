@@ -15,7 +15,7 @@ import oracles
 # By default those of methods that have no other oracle, and whose equations their own tests
 # do not compute by hand, with a worker on each device, which compiles fastest. Some have an
 # odd number of workers.
-QUICK = "slowmo diloco sgp_exponential pairwise_clock cge".split()
+QUICK = "slowmo diloco_late sgp_exponential pairwise_clock cge".split()
 QUICK += "sparseloco_2bit-3 noloco-3 edit_layer-3".split()
 QUICK = [(name, 8) for name in QUICK]
 REST = [name for name in oracles.NAMES if (name, 8) not in QUICK]

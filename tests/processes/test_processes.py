@@ -149,7 +149,7 @@ def test_a_run_resumes_in_other_processes_with_the_same_or_other_workers(
 def test_two_processes_train_with_messages_beside_the_steps(tmp_path, cache):
     """The numbers are those of one process with its messages in the step."""
     words = "digits --workers.nodes 2 --workers.locals 1 --method diloco --method.period 4 "
-    words += "--method.delay 2 --steps 12 --log-every 4 --test-every 6"
+    words += "--method.delay 4 --method.late add --steps 12 --log-every 4 --test-every 6"
     found = []
     for count, beside in ((2, "--beside"), (1, "--no-beside")):
         folder = tmp_path / str(count)

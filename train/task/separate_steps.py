@@ -5,7 +5,6 @@ something is due is a small program, which runs after the steps at which it is d
 compiled while the first steps run. All numbers are those of the whole step.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from train.task.state import TrainState
 
 
 QUIET = lj.Phase()
-EXCHANGES_AHEAD = 256  # whose programs are compiled before they are due
 
 
 class SeparateSteps:
@@ -49,8 +47,6 @@ class SeparateSteps:
         self._phase = phase
         self._last = last
         self._ahead = lj.aot.Ahead()
-        self._begun: set[lj.Phase] = set()
-        self._coming: Iterator[lj.Phase] | None = None
 
     def __call__(
         self, state: TrainState, data: Any, batch: Any, step: int
@@ -68,7 +64,6 @@ class SeparateSteps:
         before = self._copy(state.params) if phase != QUIET else None
         state, loss, counts = self._defer(state, data, batch)
         if phase != QUIET:
-            self._begun.add(phase)
             state = self._exchanged(before, state, counts, phase)
         self._compile_ahead(state, counts, step)
         return state, loss
@@ -82,18 +77,16 @@ class SeparateSteps:
 
     def _compile_ahead(self, state: TrainState, counts: Any, step: int) -> None:
         """Begins to compile the exchange that is due first, of those that are missing."""
-        if self._ahead.is_busy:
-            return
-        if self._coming is None:
-            later = map(self._phase, range(step + 1, self._last + 1))
-            due = (phase for phase in later if phase != QUIET)
-            self._coming = itertools.islice(due, EXCHANGES_AHEAD)
-        for phase in self._coming:
-            if phase not in self._begun:
-                self._begun.add(phase)
-                args = self._like_those_of(phase, state, counts)
-                self._ahead.begin(phase, self._arrive, args, {"phase": phase})
-                return
+        phase = self._ahead.next_due(lambda: self._phases_after(step))
+        if phase is not None:
+            args = self._like_those_of(phase, state, counts)
+            self._ahead.begin(phase, self._arrive, args, {"phase": phase})
+
+    def _phases_after(self, step: int) -> Iterator[lj.Phase | None]:
+        """Yields the phases of the next steps; None at a step without an exchange."""
+        for later in range(step + 1, self._last + 1):
+            phase = self._phase(later)
+            yield phase if phase != QUIET else None
 
     def _like_those_of(self, phase: lj.Phase, state: TrainState, counts: Any) -> Any:
         """Arguments like those of an exchange, from those after any step."""

@@ -25,6 +25,7 @@ MOMENTS = {"mu": 3, "trace": 3, "nu": 6}
     fragments="moments are exchanged at periods of their own",
     scan_axis="it cuts no leaves",
     delay="a moment must not land on the parameters of another step",
+    late="it has no delay",
 )
 def desloc(
     base: optax.GradientTransformation,

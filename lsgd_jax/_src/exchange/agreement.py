@@ -190,6 +190,41 @@ def _taken_over(holders: Sequence[MeshChannel], tree: Tree, sources: Array) -> T
     return treedef.unflatten(leaves)
 
 
+def taken_from(group: Group, source: Array, state: Any, where: Array) -> Any:
+    """The state with what lock step promises to be equal, and the message, of a worker.
+
+    Args:
+      group: all workers.
+      source: the index of the worker.
+      state: the `PullState` of a delayed pull.
+      where: bool scalar, whether this worker takes them. Otherwise they are its own; what
+        is shared by all workers is equal anyway.
+    """
+    pending = state.pending
+    message = (pending.z, pending.found, pending.x, pending.stage)
+    own = (_promised(state), state.traffic, message)
+
+    def of_shards(own: Any) -> Any:
+        count = len(jax.tree.leaves(own))
+        holders = [MeshChannel(group.axes)] * count
+        return _taken_over(holders, own, jnp.broadcast_to(source, [count]))
+
+    theirs = shard_by_shard(of_shards, own)
+
+    def chosen(mine: Any, other: Any) -> Any:
+        if is_shared(mine):
+            return other
+        return jax.tree.map(lambda x, y: jnp.where(where, y, x), mine, other)
+
+    held, traffic, message = jax.tree.map(chosen, own, theirs, is_leaf=is_shared)
+    z, found, x, stage = message
+    pending = pending._replace(z=z, found=found, x=x, stage=stage)
+    state = _with_promised(state, held)._replace(traffic=traffic, pending=pending)
+    if held.target is None:
+        return state
+    return state._replace(agreement=state.agreement._replace(target=held.target))
+
+
 # What lock step promises to be bit-identical in the group
 
 
@@ -225,7 +260,8 @@ def names(state: Any) -> tuple[str, ...]:
 def _promised(state: Any) -> Promised:
     """The part of a pull's state that must be bit-identical in the group."""
     reference = getattr(state.wire, "reference", None)
-    return Promised(trees.in_common(state.rule), reference, state.agreement.target)
+    target = getattr(state.agreement, "target", None)
+    return Promised(trees.in_common(state.rule), reference, target)
 
 
 def _with_promised(state: Any, held: Promised) -> Any:

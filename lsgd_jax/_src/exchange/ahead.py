@@ -5,11 +5,15 @@ finds it. Tracing stays in the thread of the caller, whose contexts and settings
 Compilation runs in C++, without Python's lock, and communicates nothing.
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+
+
+PROGRAMS_AHEAD = 256  # due ones, among which those that are missing are compiled
 
 
 class Ahead:
@@ -34,11 +38,32 @@ class Ahead:
         self._thread: threading.Thread | None = None
         self._key: Hashable = None
         self._errors: list[Exception] = []
+        self._known = set[Hashable]()  # programs that have begun to be compiled or to run
+        self._coming: Iterator[Hashable] | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a compilation is in progress."""
         return self._thread is not None and self._thread.is_alive()
+
+    def next_due(self, due: Callable[[], Iterable[Hashable | None]]) -> Any:
+        """Returns the key of the program to compile next, for a loop over steps.
+
+        It is the first one that neither `begin` nor `wait_for` was called with.
+
+        Args:
+          due: returns the key of the program that is due at each of the next steps, or
+            None. Called once; its keys are read as far as they are needed.
+
+        Returns:
+          None if a compilation is in progress, or no program is missing.
+        """
+        if self.is_busy:
+            return None
+        if self._coming is None:
+            keys = (key for key in due() if key is not None)
+            self._coming = itertools.islice(keys, PROGRAMS_AHEAD)
+        return next((key for key in self._coming if key not in self._known), None)
 
     def begin(
         self,
@@ -56,6 +81,7 @@ class Ahead:
           args, named: arguments like those of its first call. Their values are not read,
             and their buffers may be gone.
         """
+        self._known.add(key)
         lower = getattr(program, "lower", None)
         if lower is None or jax.config.jax_disable_jit:  # type: ignore
             return
@@ -75,11 +101,12 @@ class Ahead:
             self._errors.append(error)
 
     def wait_for(self, key: Hashable) -> None:
-        """Waits for the compilation of a program, if it has begun.
+        """Waits for the compilation of a program that is called next, if it has begun.
 
         Raises:
           Exception: of the compilation. The next call compiles the program itself.
         """
+        self._known.add(key)
         if self._thread is None or self._key != key:
             return
         self._thread.join()

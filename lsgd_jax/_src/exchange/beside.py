@@ -14,29 +14,35 @@ the state after each step, are those of the same pull inside the step.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange.agreement import taken_from
 from lsgd_jax._src.exchange.ahead import Ahead
+from lsgd_jax._src.exchange.crew import Crew
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.fragments import Slot, slots_of
 from lsgd_jax._src.exchange.kernel import Pending, Pull, PullState
 from lsgd_jax._src.exchange.phases import QUIET, Phase
 from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
-from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.shared import WORKER_AXES, Shared
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
 
 
 Messages = dict[str, Any]  # operands of agreements, by the number of the state
 NOTHING: Any = PullState(*[cast(Any, ())] * len(PullState._fields))
-# The fields that move a worker at a landing.
-LANDING = ("pending", "restored", "dropped", "dropped_in_a_row", "missed", "agreement")
+# The fields that a landing changes, besides that nothing is on its way then.
+COUNTERS = ("restored", "dropped", "dropped_in_a_row", "missed", "agreement")
+LANDING = ("pending", *COUNTERS)  # those that it reads
 
 
 class Beside(Protocol):
@@ -51,6 +57,10 @@ class Beside(Protocol):
     def back(self, tree: Tree) -> Tree: ...
 
     def like_back(self, tree: Tree) -> Tree: ...
+
+    def from_other(self, other: Any, tree: Tree) -> Tree: ...
+
+    def rows(self, is_set: Callable[[int], bool]) -> jax.Array: ...
 
 
 class Order:
@@ -77,24 +87,30 @@ class PullsBeside:
 
     Attributes:
       waited: seconds for which the host has waited for targets that were not there in time.
+      away: the states on the twin, by the number of the state among those of the pulls.
+      crew: the workers, if their processes may be lost.
     """
 
     def __init__(self, pulls: Sequence[Pull], twin: Beside, order: Order):
         check_may_travel(pulls)
         self.waited = 0.0
-        # The states on the twin, by the number of the state among those of the pulls.
-        self._away: dict[int, PullState] = {}
+        self.away: dict[int, PullState] = {}
+        self.crew: Crew | None = None
         self._pulls = pulls
-        self._twin = twin
-        self._order = order
         self._slots: dict[int, Slot] = {}
         self._like: dict[int, Tree] = {}  # the part of each pull, as shapes of one worker
-        self._programs: dict[Any, Callable[..., Any]] = {}
-        self._begun: set[Any] = set()  # the programs that are compiled ahead
+        self.use(twin, order)
         # The state of a rule that acts on each step stays at home. These leaves of it, by
         # number, are agreed on and so change on the twin.
         self._agreed: dict[int, set[int]] = {}
         self._before: dict[int, list[Any]] = {}  # what stands for them at home
+
+    def use(self, twin: Beside, order: Order) -> None:
+        """Uses other devices from now on."""
+        self._twin = twin
+        self._order = order
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._begun: set[Any] = set()  # the programs that are compiled ahead
 
     def begin(self, state: ExchangeState, params: Tree) -> None:
         """Takes what is to be beside out of a whole state.
@@ -109,13 +125,13 @@ class PullsBeside:
         rules = {k: pull.rule for k, pull in pulls.items() if self._steps(k)}
         self._before = {k: jax.tree.leaves(x) for k, x in self._twin.back(rules).items()}
         away = {k: _away_part(pull) for k, pull in pulls.items()}
-        self._away = self._twin.there(away)
+        self.away = self._twin.there(away)
         for k in self._slots:
             self._agreed.setdefault(k, set())  # programs have the set
         for k in rules:
             # Its trace tells which leaves are agreed on.
             program: Any = self._program("send", k)
-            program.trace(self._away[k], _shared(0), self._order.sent)
+            program.trace(self.away[k], _shared(0), self._order.sent)
 
     def _steps(self, k: int) -> bool:
         """Whether the rule acts on each step."""
@@ -147,7 +163,7 @@ class PullsBeside:
     def _joined(self, k: int, pull: PullState) -> PullState:
         if k not in self._slots:
             return pull
-        away = self._away[k]
+        away = self.away[k]
         if self._steps(k):
             agreed = jax.tree.leaves(away.rule)
             away = away._replace(rule=_replaced(pull.rule, self._agreed[k], agreed))
@@ -160,11 +176,11 @@ class PullsBeside:
     @contextlib.contextmanager
     def undone_by_errors(self) -> Generator[None]:
         """A step. After an error what is beside is that of the state before it."""
-        before = dict(self._away)
+        before = dict(self.away)
         try:
             yield
         except BaseException:
-            self._away = before
+            self.away = before
             raise
 
     def phase_at_home(self, phase: Phase) -> Phase:
@@ -185,11 +201,22 @@ class PullsBeside:
         for k, slot in self._slots.items():
             if slot.number not in phase.sends:
                 continue
+            if self.crew is not None and self.crew.has_left():
+                continue
             round = rounds.get(slot.number)
             ahead.wait_for(self._named("send", k, round))
-            program = self._program("send", k, round)
-            sent = self._order.sent
-            self._away[k], self._order.sent = program(self._away[k], _shared(t), sent)
+            self.send_one(k, t, round)
+
+    def send_one(self, k: int, t: int, round: int | None) -> None:
+        """Lets the message of a pull leave, about the parameters of step t.
+
+        k: the number of its state.
+        """
+        before = self.away[k]
+        program = self._program("send", k, round)
+        self.away[k], self._order.sent = program(before, _shared(t), self._order.sent)
+        if self.crew is not None:
+            self.crew.sent(self, k, before, t, round)
 
     def ready(self, state: ExchangeState, phase: Phase, trained: Tree) -> ExchangeState:
         """The state at home, with the targets of the pulls that land.
@@ -198,18 +225,29 @@ class PullsBeside:
 
         trained: arrays that the training step has returned.
         """
-        landing = {k: _landing(self._away[k]) for k in self._lands(phase)}
-        targets = jax.tree.leaves([each.pending for each in landing.values()])
-        if not all(x.is_ready() for x in targets):
+        lands = self._lands(phase)
+        if not self._is_there(lands):
             jax.block_until_ready(trained)
             begin = time.perf_counter()
-            jax.block_until_ready(targets)
+            if self.crew is not None:
+                self.crew.wait_for(self, lands)
+            jax.block_until_ready(self._targets(lands))
             self.waited += time.perf_counter() - begin
+        landing = {k: _only(LANDING, self.away[k]) for k in lands}
         return _with_targets(state, self._twin.back(landing))
+
+    def _is_there(self, lands: Sequence[int]) -> bool:
+        """Whether the targets of these states are there."""
+        if self.crew is not None and not self.crew.has_settled(self, lands):
+            return False
+        return all(x.is_ready() for x in self._targets(lands))
+
+    def _targets(self, lands: Sequence[int]) -> list[Any]:
+        return jax.tree.leaves([self.away[k].pending for k in lands])
 
     def like_ready(self, state: ExchangeState, phase: Phase) -> ExchangeState:
         """The shapes of `ready`."""
-        landing = {k: _landing(self._away[k]) for k in self._lands(phase)}
+        landing = {k: _only(LANDING, self.away[k]) for k in self._lands(phase)}
         return _with_targets(state, self._twin.like_back(landing))
 
     def _lands(self, phase: Phase) -> list[int]:
@@ -228,8 +266,9 @@ class PullsBeside:
                 return pull
             # A copy: the next step may reuse the buffers of the parameters.
             message = pull.pending, pull.rule
-            messages[str(k)] = jax.tree.map(jax.numpy.copy, message)
-            return pull._replace(pending=())
+            messages[str(k)] = jax.tree.map(jnp.copy, message)
+            # What has landed at this step was there before it, too.
+            return pull if slot.number in phase.lands else pull._replace(pending=())
 
         return _with_pulls(state, take), messages
 
@@ -241,14 +280,30 @@ class PullsBeside:
         state, messages: results of the program of the exchange, see `recorded`.
         """
         for k in self._lands(phase):
-            landed = self._twin.there(_landing(state.pulls[k]))
-            self._away[k] = self._program("land", k)(self._away[k], landed)
+            landed = self._twin.there(_only(COUNTERS, state.pulls[k]))
+            self.away[k] = self._program("land", k)(self.away[k], landed)
         for name, message in messages.items():
             k = int(name)
             program = self._program("record", k)
-            self._away[k] = program(self._away[k], self._twin.there(message))
+            self.away[k] = program(self.away[k], self._twin.there(message))
         self._keep(state)
         return self.at_home(state)
+
+    # Workers that are lost and come back, see `crew`
+
+    def move_from(self, twin: Beside, states: Mapping[int, PullState]) -> None:
+        """Takes the states from another twin."""
+        self.away = self._twin.from_other(twin, dict(states))
+
+    def welcome(self, newcomers: Collection[int]) -> None:
+        """Gives the workers of some processes what the others have in common."""
+        is_new = self._twin.rows(lambda process: process in newcomers)
+        for k in self._slots:
+            self.away[k] = self._program("welcome", k)(self.away[k], is_new)
+
+    def land_nothing(self, k: int) -> None:
+        """Lets no target land from a state."""
+        self.away[k] = self._program("forget", k)(self.away[k])
 
     # Their programs
 
@@ -266,6 +321,8 @@ class PullsBeside:
                 "record": functools.partial(_record, pull, agreed),
                 "send": functools.partial(_send, pull, self._like[k], round, agreed),
                 "land": functools.partial(_land, pull),
+                "welcome": _welcomed,
+                "forget": _forgotten,
             }
             self._programs[name] = self._twin.compile(acts[act])
         return self._programs[name]
@@ -278,7 +335,7 @@ class PullsBeside:
             if ahead.is_busy or has_rounds or name in self._begun:
                 continue
             self._begun.add(name)
-            args = self._away[k], _shared(0), self._order.sent
+            args = self.away[k], _shared(0), self._order.sent
             ahead.begin(name, self._program("send", k), args)
 
 
@@ -325,8 +382,35 @@ def _land(pull: Pull, state: PullState, landed: PullState) -> PullState:
     wire = state.wire
     if pull.is_narrow:
         wire = wire.without_error(landed.restored != state.restored)
-    fields = {name: getattr(landed, name) for name in LANDING}
-    return state._replace(wire=wire, **fields)
+    counters = {name: getattr(landed, name) for name in COUNTERS}
+    return _forgotten(state)._replace(wire=wire, **counters)
+
+
+def _welcomed(state: PullState, is_new: Array) -> PullState:
+    """The state with what the others have in common, in a worker that is new.
+
+    It takes the next target whole, and gives nothing to it. A target less the parameters of
+    another worker is none.
+    """
+    group = Group(WORKER_AXES)
+    source = jnp.argmin(group.gather(is_new))
+    state = taken_from(group, source, state, is_new)
+    pending: Any = state.pending
+    is_none = is_new & (pending.stage == kernel.CORRECTED)
+    return state._replace(
+        pending=pending._replace(
+            takes_part=pending.takes_part & ~is_new,
+            stage=jnp.where(is_none, kernel.IDLE, pending.stage),
+        ),
+        missed=jnp.where(is_new, 1, state.missed),
+    )
+
+
+def _forgotten(state: PullState) -> PullState:
+    """The state without a message."""
+    pending: Any = state.pending
+    idle = jnp.full_like(pending.stage, kernel.IDLE)
+    return state._replace(pending=pending._replace(stage=idle))
 
 
 # What lies where
@@ -351,9 +435,9 @@ def _together(at_home: PullState, away: PullState) -> PullState:
     return away._replace(traffic=away.traffic._replace(every=every, sends_at=sends_at))
 
 
-def _landing(pull: PullState) -> PullState:
-    """What a landing reads and changes."""
-    return NOTHING._replace(**{name: getattr(pull, name) for name in LANDING})
+def _only(names: Sequence[str], pull: PullState) -> PullState:
+    """These fields of the state of a pull."""
+    return NOTHING._replace(**{name: getattr(pull, name) for name in names})
 
 
 def _landable(at_home: PullState, landing: PullState | None) -> PullState:

@@ -201,7 +201,8 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
 
     On all other steps u passes unchanged and nothing is communicated. The message of a
     delayed pull leaves at the start of step o - d + 1, so that it travels while that step's
-    gradient is computed.
+    gradient is computed. With late='add' it moves y by what the agreement has moved it by,
+    λ(t) (z - y) with the y of the agreement, and the d steps since then stay.
 
     A loop that counts its steps knows what is due: with ``p = tx.phase(t)``, ``tx.update(
     grads, state, params, loss=loss, phase=p)`` compiles exactly that, without a

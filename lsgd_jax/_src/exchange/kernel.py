@@ -4,7 +4,8 @@ With x the worker's parameters before its own step, y its current parameters, z 
 
     local   runs on every step: rules' own steps, tests for finiteness; never communicates
     send    the group agrees on z; the only function that communicates
-    land    y ← y + λ (z - y); a worker that is not finite takes the whole of z
+    land    y ← y + λ (z - y); a worker that is not finite takes the whole of z. A late pull
+            may add λ (z - y') instead, with y' the parameters that the group agreed on
 
 An exchange is a transaction: either its target and all that it changes are finite, or
 nothing changes and the next exchange begins from where this one did.
@@ -46,6 +47,7 @@ from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 Check = Literal["due", "every_step"]
+Late = Literal["replace", "add"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Pull:
       offset: the step of the period on which the target is applied, 0 ≤ offset < every; or
         a tuple of one for each fragment, all different.
       delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
-        A delayed pull keeps a copy of its part in the state.
+        A delayed pull keeps a copy of its part in the state. With late='add' it may be the
+        period itself, if that is an int.
       after: the number of steps before the first period begins.
       part: the leaves to exchange: a function from a leaf's path ('layers/0/kernel') to
         bool, a list of paths (['head'] includes everything below it), a tree of bools like
@@ -90,10 +93,16 @@ class Pull:
         too, and every device counts for the majority. Of two workers that differ, each
         with equal copies, none is known to be right: the lowest index counts. In lock
         step only.
+      late: how a delayed pull moves a worker that has taken d steps since the agreement
+        about its y'. 'replace': y ← y + λ (z - y), so that λ = 1 drops these steps. 'add':
+        y ← y + λ (z - y'), so that they stay. The state then holds z - y' in place of z; a
+        worker that was not finite at the agreement takes z whole, and one that is not
+        finite since then takes the next target whole.
 
     Raises:
       ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
-        outside the period, an unknown wire format, or one that the rule does not support.
+        outside the period, late='add' without a delay, an unknown wire format, or one that
+        the rule does not support.
     """
 
     rule: Rule
@@ -109,6 +118,7 @@ class Pull:
     fragments: int = 1
     scan_axis: parts.ScanAxis | None = None
     skips: Skips | None = None
+    late: Late = "replace"
 
     def __post_init__(self):
         if not isinstance(self.rule, Rule):
@@ -118,7 +128,8 @@ class Pull:
             )
         if not callable(self.strength):
             check_fraction("strength", self.strength)
-        check_schedule(self.every, self.offset, self.delay, self.after)
+        check_option("late", self.late, get_args(Late))
+        check_schedule(self.every, self.offset, self.delay, self.after, self.adds)
         parts.check_part(self.part)
         parts.check_cut(self.every, self.fragments, self.part, self.scan_axis, self.offset)
         check_option("memory", self.memory, get_args(Memory))
@@ -153,6 +164,11 @@ class Pull:
     def is_narrow(self) -> bool:
         """Whether the parameters are encoded for the wire."""
         return Wire.of(self.wire).is_narrow
+
+    @property
+    def adds(self) -> bool:
+        """Whether a target is added to the steps that were taken since the agreement."""
+        return self.late == "add"
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -219,22 +235,25 @@ class Target(NamedTuple):
 IDLE = 0  # nothing is on its way
 RECORDED = 1  # the message has not left
 AGREED = 2  # the group has agreed on the target
+CORRECTED = 3  # as `AGREED`, and the target less y is there
 
 
 class Pending(NamedTuple):
     """The message of a delayed pull, between its agreement and its landing; per worker.
 
     Attributes:
-      z: y at the agreement if `stage` is `RECORDED`, the target if it is `AGREED`; a tree
-        like the part, in float32 or wider.
-      found: bool scalar, whether there is a target if `stage` is `AGREED`.
+      z: y at the agreement if `stage` is `RECORDED`, the target if it is `AGREED`. If it is
+        `CORRECTED`, the target less that y, or the whole target if the worker did not take
+        part. A tree like the part, in float32 or wider.
+      found: bool scalar, whether there is a target if the group has agreed.
       x: the parameters before the step of the agreement if the rule reads them, a tree
         like the part; otherwise ().
-      stage: int32 scalar, `IDLE`, `RECORDED` or `AGREED`. A run that resumes with another
-        period or delay may come to a landing or a departure in any stage.
-      takes_part: bool scalar, whether this worker takes part in the agreement. It is a
-        scalar of its own, because XLA for GPUs would let a message wait that depends on
-        several.
+      stage: int32 scalar, `IDLE`, `RECORDED`, `AGREED` or `CORRECTED`. A run that resumes
+        with another period or delay may come to a landing or a departure in any stage, and
+        one with another `late` finds no target in the first message.
+      takes_part: bool scalar, whether this worker takes part in the agreement, or took part
+        if `stage` is `CORRECTED`. It is a scalar of its own, because XLA for GPUs would let
+        a message wait that depends on several.
     """
 
     z: Tree
@@ -243,13 +262,13 @@ class Pending(NamedTuple):
     stage: Array
     takes_part: Array
 
-    @property
-    def target(self) -> Target:
+    def target(self, late: Late) -> Target:
         """The target to land on: none unless the group has agreed on one.
 
         Huge workers are known since the agreement, see `recorded`.
         """
-        found = self.found & (self.stage == AGREED)
+        stage = AGREED if late == "replace" else CORRECTED
+        found = self.found & (self.stage == stage)
         return Target(self.z, found, is_huge=jnp.asarray(False))
 
 
@@ -281,6 +300,11 @@ class PullState(NamedTuple):
     agreement: Any = ()
     dropped_in_a_row: Any = 0
     missed: Any = 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the state of a delayed pull is on the devices beside, see `beside`."""
+        return self.traffic.exchanges == ()
 
     def __lsgd_resized__(self) -> "PullState":
         """For `resize`: discards a message in flight, which belongs to the old workers."""
@@ -533,7 +557,7 @@ def arrived(
     pending: Any = placed(pull, state, to_device).pending
     # No test of y or of an anchor: the gradient would wait for it. A worker that was huge
     # when the message was recorded takes the target whole, see `recorded`.
-    target = pending.target
+    target = pending.target(pull.late)
     is_whole = trees.all_finite(target.z) & jnp.isfinite(pull.weight(t))
     is_dropped = is_finite & target.found & ~is_whole
     return target, _counted(state, is_dropped, target.found & is_whole)
@@ -574,13 +598,37 @@ def send_pending(
     x = kept.x if pull.rule.reads_x else y
     waits = kept.stage == RECORDED
     target, state, bytes_sent = send(pull, None, x, y, state, kept.takes_part, t, round)
+    z = trees.widened(target.z)
+    if pull.adds:
+        took_part = kept.takes_part
+        whole = ~took_part | state.agreement.differs if pull.verify else ~took_part
+        z = correction(z, kept.z, whole)
+        stage = CORRECTED
+    else:
+        took_part = jnp.zeros_like(kept.takes_part)
+        stage = AGREED
     after = kept._replace(
-        z=trees.widened(target.z),
+        z=z,
         found=target.found & waits,
-        stage=jnp.full_like(kept.stage, AGREED),
-        takes_part=jnp.zeros_like(kept.takes_part),
+        stage=jnp.full_like(kept.stage, stage),
+        takes_part=took_part,
     )
     return placed(pull, state._replace(pending=after), to_host), bytes_sent
+
+
+def correction(z: Tree, y: Tree, whole: Array) -> Tree:
+    """Returns z - y, or z itself for a worker that is to take the whole target.
+
+    Args:
+      z, y: the target, and the parameters that it was agreed on; in float32 or wider.
+      whole: bool scalar.
+    """
+    (share,) = trees.materialized(jnp.where(whole, 0.0, 1.0))
+
+    def leaf(z: Array, y: Array) -> Array:
+        return z - share.astype(z.dtype) * trees.finite_part(y)
+
+    return jax.tree.map(leaf, z, y)
 
 
 def _in_the_form_of(before: Tree, after: Tree) -> Tree:
@@ -615,6 +663,9 @@ def land(
 ) -> tuple[Tree, PullState, Array]:
     """Moves y = x + u towards the target; a worker that is not finite takes it whole.
 
+    What a late pull adds, see `Pull`, moves all elements of y that are finite. Only a
+    worker that did not take part in the agreement takes the target whole.
+
     Args:
       pull: the pull.
       x, u: the worker's parameters and update, as any trees like `target.z`. If x is None,
@@ -630,6 +681,9 @@ def land(
       was not finite.
     """
     takes_part = is_finite & ~target.is_huge & (state.missed == 0)
+    if pull.adds:
+        message: Any = placed(pull, state, to_device).pending
+        takes_part = message.takes_part
     keeps = takes_part
     if pull.verify:
         # Such a worker takes the whole target, but it is finite and does not count as
@@ -637,7 +691,7 @@ def land(
         keeps &= ~state.agreement.differs
     weight = pull.weight(t)
     found = target.found & jnp.isfinite(weight)
-    u = move(x, u, target.z, weight, found, keeps, is_update)
+    u = move(x, u, target.z, weight, found, keeps, is_update, pull.adds)
     restored = found & ~takes_part
     # Without an x, u is y itself and the target is reached exactly.
     again = target.is_huge & (x is not None)
@@ -712,26 +766,37 @@ def move(
     found: Array,
     takes_part: Array,
     is_update: bool = True,
+    adds: bool = False,
 ) -> Tree:
     """Returns the u that moves x to y + λ (z - y), or that y itself without an x.
 
     is_update: whether u is an update of x; otherwise u is y itself, and with an x the
     result is x + u, rounded as in a chain.
+    adds: whether x moves to y + λ z instead, where that and y are finite.
 
-    It moves x to z itself if λ is 1 or the worker is not finite. Elements of z that are not
-    finite are no target. Without a target, and for elements that do not move, u is
-    bit-identical. `apply_updates` replaces an x that is not
-    finite.
+    It moves x to z itself if the worker does not take part, or if λ is 1 and it does not
+    add. Elements of z that are not finite are no target. Without a target, and for elements
+    that do not move, u is bit-identical. `apply_updates` replaces an x that is not finite.
     """
-    whole = found & (~takes_part | (weight == 1))
+    takes_all = ~takes_part if adds else ~takes_part | (weight == 1)
+    whole = found & takes_all
     weight = jnp.asarray(weight, jnp.result_type(float))
     keep, pull, fill = trees.materialized(
         jnp.where(whole, 0.0, 1.0),
         jnp.where(whole, 1.0, jnp.where(found, weight, 0.0)),
-        jnp.where(found, 0.0, jnp.nan),
+        jnp.where(whole if adds else found, 0.0, jnp.nan),
     )
 
+    def plus_target(y: Array, z: Array) -> Array:
+        wide = trees.widened(y)
+        near = trees.where_finite(wide, wide, fill.astype(wide.dtype))
+        near = near * keep.astype(wide.dtype)
+        to = (near + pull.astype(wide.dtype) * z.astype(wide.dtype)).astype(y.dtype)
+        return lax.select(lax.is_finite(to), to, y)
+
     def towards(y: Array, z: Array) -> Array:
+        if adds:
+            return plus_target(y, z)
         wide = trees.widened(y)
         near = trees.where_finite(wide, wide, fill.astype(wide.dtype))
         z = z.astype(wide.dtype)

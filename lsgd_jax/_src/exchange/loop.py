@@ -31,9 +31,7 @@ from lsgd_jax._src.trees import Tree, is_same
 
 Phases = tuple[Phase, ...]  # of each method around a step
 
-# The programs of these next steps, and exchanges, are compiled before they are due.
-STEPS_AHEAD = 2048
-EXCHANGES_AHEAD = 256
+STEPS_AHEAD = 2048  # whose programs are compiled before they are due
 
 
 class Looped(Protocol):
@@ -83,7 +81,6 @@ class Loop:
         self._options = options
         self._programs: dict[Phases | None, Callable[..., Any]] = {}
         self._ahead = Ahead()
-        self._coming: Iterator[Phases] | None = None
         self._last: list[Any] = []  # the arrays in which the last state counts its steps
         self._counts: list[int] = []
 
@@ -120,7 +117,7 @@ class Loop:
                 after = self._exchanged(after, taking_part, phases)
             results = with_state(results, after)
             self._compile_ahead(counts, (after, taking_part), {})
-        self._last = _arrays_of_counts(after)
+        self._last = arrays_of_counts(after)
         self._counts = [count + 1 for count in counts]
         return results
 
@@ -140,7 +137,7 @@ class Loop:
 
     def _is_last(self, state: AroundState) -> bool:
         """Whether this loop has returned the state last."""
-        arrays = _arrays_of_counts(state)
+        arrays = arrays_of_counts(state)
         known = len(arrays) == len(self._last)
         return known and all(a is b for a, b in zip(arrays, self._last))
 
@@ -148,7 +145,7 @@ class Loop:
         """The steps that each method has taken, read from a state that is new here."""
         if self._is_last(state):
             return self._counts
-        return list(map(_read, _arrays_of_counts(state)))
+        return list(map(_read, arrays_of_counts(state)))
 
     def _compile_ahead(
         self, counts: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
@@ -157,31 +154,20 @@ class Loop:
 
         args, named: like those of the program.
         """
-        if self._ahead.is_busy:
-            return
-        if self._coming is None:
-            self._coming = self._phases_after(counts)
-        for phases in self._coming:
-            if phases not in self._programs:
-                given = self._like_those_of(phases, args)
-                self._ahead.begin(phases, self._program(phases), given, named)
-                return
+        phases = self._ahead.next_due(lambda: self._phases_after(counts))
+        if phases is not None:
+            given = self._like_those_of(phases, args)
+            self._ahead.begin(phases, self._program(phases), given, named)
 
     def _like_those_of(self, phases: Phases, args: Sequence[Any]) -> Sequence[Any]:
         """Arguments like those of the program, from those at a step without an exchange."""
         return args
 
-    def _phases_after(self, counts: Sequence[int]) -> Iterator[Phases]:
-        """Yields the phases of the next exchanges, in their order."""
-        exchanges = 0
+    def _phases_after(self, counts: Sequence[int]) -> Iterator[Phases | None]:
+        """Yields the phases of the next steps; None at a step without an exchange."""
         for steps in range(1, STEPS_AHEAD + 1):
-            later = [count + steps for count in counts]
-            phases = self._phases_at(later)
-            if self._is_due(phases):
-                yield phases
-                exchanges += 1
-            if exchanges == EXCHANGES_AHEAD:
-                return
+            phases = self._phases_at([count + steps for count in counts])
+            yield phases if self._is_due(phases) else None
 
     def _program(self, phases: Phases | None) -> Callable[..., Any]:
         """The compiled program of these phases; None: the step without an exchange."""
@@ -236,7 +222,7 @@ def with_state(results: Any, state: AroundState) -> Any:
     return treedef.unflatten(nodes)
 
 
-def _arrays_of_counts(state: AroundState) -> list[Any]:
+def arrays_of_counts(state: AroundState) -> list[Any]:
     """The array in which each method counts the steps."""
     check_around_state(state)
     outer = state.outer

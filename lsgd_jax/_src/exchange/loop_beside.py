@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from lsgd_jax._src.exchange.beside import (
     Beside,
@@ -13,10 +14,12 @@ from lsgd_jax._src.exchange.beside import (
     check_has_delay,
     check_reads_no_x,
 )
+from lsgd_jax._src.exchange.crew import Crew
 from lsgd_jax._src.exchange.loop import (
     Loop,
     Looped,
     Phases,
+    arrays_of_counts,
     changed,
     changes,
     state_in,
@@ -26,12 +29,23 @@ from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState
 from lsgd_jax._src.exchange.phases import Sizes
 from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
-from lsgd_jax._src.shared import one_worker
-from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.shared import WORKER_AXES, Shared, one_worker
+from lsgd_jax._src.trees import Tree, all_finite
+from lsgd_jax._src.wire.group import Group
 
 
 class LoopBeside(Loop):
-    """A `Loop` whose delayed pulls exchange on a twin of the devices that train."""
+    """A `Loop` whose delayed pulls exchange on a twin of the devices that train.
+
+    `Workers.loop` returns it with ``beside=True``. With its `min_workers` processes may be
+    lost and come back.
+
+    Attributes:
+      steps: the steps taken, those of the others before this process came included.
+      waited: seconds for which the host has waited for messages that were not there in
+        time.
+      num_workers: the number of workers that live; None without `min_workers`.
+    """
 
     def __init__(
         self,
@@ -40,11 +54,19 @@ class LoopBeside(Loop):
         sizes: Sizes | None,
         options: Mapping[str, Any],
         twin: Beside,
+        crew_of: Callable[[Sequence[PullsBeside]], Crew] | None = None,
     ):
+        """For `train`, `compile`, `sizes` and `options` see `Loop`.
+
+        Args:
+          twin: the devices beside.
+          crew_of: makes the crew of the pulls, if processes may be lost.
+        """
         super().__init__(train, compile, sizes, options)
         check_methods(train.methods)
         order = Order(twin)
         self._beside = [PullsBeside(method.pulls, twin, order) for method in train.methods]
+        self.crew = None if crew_of is None else crew_of(self._beside)
 
     @property
     def waited(self) -> float:
@@ -55,10 +77,74 @@ class LoopBeside(Loop):
     def _is_separable(self) -> bool:
         return True
 
+    @property
+    def num_workers(self) -> int | None:
+        """The number of workers that live; None if no process may be lost."""
+        return None if self.crew is None else self.crew.num_workers
+
+    @property
+    def steps(self) -> int:
+        """The steps taken, also by the others before this process came."""
+        return self._counts[0] if self._counts else 0
+
+    def begin(self, state: AroundState) -> AroundState:
+        """Returns the state with which this process begins.
+
+        It meets the other processes, as the first step would do. One that has started again
+        takes from them what all workers have in common, and the step.
+        """
+        state = self._begin(state)
+        self._counts = self._counts_of(state)
+        self._last = arrays_of_counts(state)
+        return state
+
+    def settled(self, state: AroundState) -> AroundState:
+        """The state once all messages in flight count.
+
+        state: the one that the loop has returned last.
+
+        Only with it can a state be saved while processes may be lost.
+        """
+        if self.crew is not None:
+            self.crew.wait_for_messages()
+        return self._mapped(PullsBeside.whole, self._mapped(PullsBeside.at_home, state))
+
+    def consensus(self, tree: Tree) -> Tree:
+        """Returns the mean over the workers that live, as host arrays. All call it.
+
+        It is `lj.consensus` where processes may be lost.
+
+        tree: leaves [W, ...], such as `state.state["params"]`.
+        """
+        if self.crew is None:
+            raise ValueError(
+                "`consensus` is for a loop with `min_workers`: call `lj.consensus`"
+            )
+
+        def mean(tree: Tree) -> Shared:
+            total, _ = Group(WORKER_AXES).masked_mean(tree, all_finite(tree))
+            return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
+
+        def run(twin: Any) -> Shared:
+            return twin.compile(mean)(twin.there(tree))
+
+        found = self.crew.compute(run).value
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
+
+    def close(self) -> None:
+        """Waits until all processes that live have come here.
+
+        Process 0 holds jax's coordination service, so it must be the last one that ends.
+        """
+        if self.crew is not None:
+            self.crew.close()
+
     def _take(self, state: AroundState, *args: Any, **named: Any) -> Any:
         if not self._is_last(state):
-            self._begin(state)
+            state = self._begin(state)
         counts = self._counts_of(state)
+        if self.crew is not None:
+            self.crew.step(counts)
         phases = self._train.at_counts(counts, self._sizes)
         with contextlib.ExitStack() as stack:
             for each in self._beside:
@@ -69,8 +155,17 @@ class LoopBeside(Loop):
             results = super()._take(left, *args, **named)
         return with_state(results, self._mapped(PullsBeside.whole, state_in(results)))
 
-    def _begin(self, state: AroundState) -> None:
-        """Takes what is to be beside out of a state that this loop did not return."""
+    def _begin(self, state: AroundState) -> AroundState:
+        """Takes what is to be beside out of a state that this loop did not return.
+
+        Returns:
+          The state; of a process that comes in with the step of the others.
+        """
+        crew = self.crew
+        verdict = None
+        if crew is not None:
+            crew.wait_for_messages()
+            verdict = crew.begin() if crew.verdict is None else None
         structure = jax.tree.structure(state.state)
 
         def params_of(leaves: list[Any]) -> list[Tree]:
@@ -79,6 +174,10 @@ class LoopBeside(Loop):
         params = jax.eval_shape(params_of, one_worker(state.state))
         for each, outer, own in zip(self._beside, _outers(state), params):
             each.begin(outer.exchange, own)
+        if crew is None or verdict is None or not verdict.newcomers:
+            return state
+        crew.come_in(verdict)
+        return with_counts(state, verdict.place["counts"])
 
     def _mapped(
         self, fn: Callable[..., ExchangeState], state: AroundState, *given: Sequence[Any]
@@ -137,6 +236,18 @@ def with_exchanges(state: AroundState, exchanges: Sequence[ExchangeState]) -> Ar
     outers = tuple(outer._replace(exchange=own) for outer, own in pairs)
     is_one = isinstance(state.outer, OuterState)
     return AroundState(state.state, outers[0] if is_one else outers)
+
+
+def with_counts(state: AroundState, counts: Sequence[int]) -> AroundState:
+    """The state in which each method has taken so many steps."""
+    exchanges = []
+    for outer, count in zip(_outers(state), counts, strict=True):
+        old = outer.exchange.count.value
+        host = np.asarray(count, old.dtype)
+        # Not `device_put`, for which all processes would compare it.
+        new = jax.make_array_from_callback((), old.sharding, host.__getitem__)
+        exchanges.append(outer.exchange._replace(count=Shared(new)))
+    return with_exchanges(state, exchanges)
 
 
 def check_methods(methods: Sequence[Outer]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from lsgd_jax._src.checks import check_option, check_positive_int
-from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.kernel import Check, Late, Pull
 from lsgd_jax._src.exchange.memory import Memory
 from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis
 from lsgd_jax._src.wire.top_k import TopK
@@ -29,6 +29,8 @@ class PullOptions(TypedDict, total=False):
       delay: steps between the agreement and the pull, less than τ. The message travels
         meanwhile; a copy of the parameters is kept. With a delay of τ / F or more the
         messages of several fragments are in flight.
+      late: what a late target does to the steps since its agreement: 'replace' drops them
+        or, with λ < 1, a share λ of them; 'add' keeps them. See `Pull`.
       after: the number of steps before the first period begins; until then the workers
         train alone.
       part: the leaves to exchange, as for `Pull`. Defaults to all.
@@ -43,6 +45,7 @@ class PullOptions(TypedDict, total=False):
     wire: Wire | TopK | WireFormat
     fragments: int
     delay: int
+    late: Late
     after: int
     part: Part | None
     scan_axis: ScanAxis | None
@@ -55,6 +58,7 @@ DEFAULTS: Mapping[str, Any] = {
     "wire": "float32",
     "fragments": 1,
     "delay": 0,
+    "late": "replace",
     "after": 0,
     "part": None,
     "scan_axis": None,
@@ -95,7 +99,7 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     ...     pull = lj.Pull(lj.rules.robust_mean("trimmed_mean"), 1.0, every=period)
     ...     return lj.exchange(pull, **options)
     >>> list(inspect.signature(trimmed).parameters)[:4]
-    ['period', 'fragments', 'delay', 'after']
+    ['period', 'fragments', 'delay', 'late']
     >>> [t for t in range(1, 33) if trimmed(16, fragments=2).is_due(t)]
     [8, 16, 24, 32]
     >>> trimmed(wire="int8")

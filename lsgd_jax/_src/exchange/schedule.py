@@ -187,14 +187,21 @@ def constant(name: str, every: Period, reason: str) -> int:
     return every
 
 
-def check_schedule(every: Any, offset: Any, delay: Any, after: Any) -> None:
-    """Raises ValueError unless these are the period and the steps of a pull."""
+def check_schedule(
+    every: Any, offset: Any, delay: Any, after: Any, adds: bool = False
+) -> None:
+    """Raises ValueError unless these are the period and the steps of a pull.
+
+    adds: whether it is late='add', for which the delay is at least 1 and may be the period.
+    """
     check_every("every", every)
     check_count("after", after)
     shortest = min(every.lengths) if isinstance(every, Periods) else every
     for each in offset if isinstance(offset, tuple) else (offset,):
         check_period("offset", each, shortest)
-    check_period("delay", delay, shortest)
+    check_period("delay", delay, shortest + (adds and isinstance(every, int)))
+    if adds and not delay:
+        raise ValueError("`late` must be 'replace' without a delay, got late='add'")
     if offset and isinstance(every, Periods):
         raise ValueError(
             "`offset` must be 0 where the period changes, so that a change begins a "
@@ -238,7 +245,7 @@ class Schedule:
     Attributes:
       every: the period τ, or `Periods`.
       offsets: o_i for each fragment, in [0, τ).
-      delay: d in [0, τ).
+      delay: d in [0, τ].
       after: the number of steps before the first period begins.
     """
 

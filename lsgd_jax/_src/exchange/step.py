@@ -338,7 +338,7 @@ class Step:
         states: PullState,
     ) -> PullState:
         """Keeps the operands of a delayed pull, which `depart` sends at the next step."""
-        if not states.pending:  # its state is elsewhere, see `beside`
+        if states.is_elsewhere:
             message = kernel.pending(acting.pull, view.x, view.y(u), takes_part)
             return states._replace(pending=message._replace(z=view.y(u)))
         state = acting.take(states)

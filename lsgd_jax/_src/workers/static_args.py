@@ -20,7 +20,7 @@ def static_args(method: Callable) -> tuple[str, ...]:
     >>> import optax
     >>> import lsgd_jax as lj
     >>> lj.static_args(lj.easgd)
-    ('period', 'order', 'axes', 'wire', 'fragments', 'delay', 'after', 'part',
+    ('period', 'order', 'axes', 'wire', 'fragments', 'delay', 'late', 'after', 'part',
      'scan_axis', 'memory', 'verify', 'check')
     >>> tx = optax.inject_hyperparams(lj.easgd, lj.static_args(lj.easgd))(beta=0.4)
     """

@@ -9,7 +9,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
+from lsgd_jax._src.shared import shared_flags
 from lsgd_jax._src.trees import Tree
+
+
+SMALL = 2**16  # numbers that a process says to the others through jax's service
 
 
 def is_key(x: Any) -> bool:
@@ -56,6 +60,42 @@ def gathered(tree: Tree, replicate: Callable[[Any], Any]) -> Tree:
     packed = iter(_unpacked(replicate(_packed(chosen)), chosen) if chosen else [])
     others = iter(replicate(rest) if rest else [])
     return treedef.unflatten(next(packed if packs else others) for packs in flags)
+
+
+def of_members(gather: Callable[[Any], list[Any]], tree: Tree) -> Tree:
+    """Returns the rows of the workers that live, in every process, without collectives.
+
+    Args:
+      gather: returns what each process that lives says, as JSON.
+      tree: small arrays [W, ...] of numbers, and shared ones.
+
+    Raises:
+      ValueError: the arrays are not small.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    flags = shared_flags(tree)
+    own = [rows_here(x, flag) for x, flag in zip(leaves, flags, strict=True)]
+    if sum(x.size for x in own) > SMALL:
+        raise ValueError(
+            "`fetch` must have small arrays while processes may be lost, "
+            f"at most {SMALL} numbers in a process, got {sum(x.size for x in own)}"
+        )
+    said = gather([x.tolist() for x in own])
+    found = []
+    for n, (x, flag) in enumerate(zip(own, flags)):
+        each = [np.asarray(rows[n], x.dtype).reshape(-1, *x.shape[1:]) for rows in said]
+        found.append(x if flag else np.concatenate(each))
+    return treedef.unflatten(found)
+
+
+def rows_here(x: Any, is_shared: bool) -> np.ndarray:
+    """The rows of an array [W, ...] that this process holds, in order; or all of it."""
+    if not isinstance(x, jax.Array) or is_shared or x.is_fully_addressable:
+        return read(x)
+    rows = {
+        shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards
+    }
+    return np.concatenate([rows[start] for start in sorted(rows)])
 
 
 def _may_be_packed(x: Any) -> bool:

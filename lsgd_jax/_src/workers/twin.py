@@ -1,12 +1,14 @@
 """Twin: the CPU devices beside those that train, on which exchanges travel."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from lsgd_jax._src.shared import shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.spmd import Grid, compiled
@@ -21,18 +23,33 @@ class Twin:
 
     A shard of a device goes to its partner alone. So no process communicates, and leaves
     stay sharded as they are.
+
+    Args:
+      grid: the workers.
+      meetings: of the workers.
+      live: the processes whose workers it has, by number. Defaults to all.
+      turn: the number of the set of processes, from 0, see `partners`.
     """
 
-    def __init__(self, grid: Grid, meetings: Meetings):
-        mesh = grid.mesh
-        beside = partners(mesh.devices)
-        devices = np.vectorize(beside.get, otypes=[object])(mesh.devices)
-        self._to = beside
-        self._from = {other: device for device, other in beside.items()}
-        self._home = mesh
-        self._mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        self._grid = grid._replace(mesh=self._mesh)
+    def __init__(
+        self,
+        grid: Grid,
+        meetings: Meetings,
+        live: Collection[int] | None = None,
+        turn: int = 0,
+    ):
+        self._home = grid
         self._meetings = meetings
+        own = grid if live is None else among(grid, live)
+        self.partners = partners(own.mesh.devices, turn)
+        devices = np.vectorize(self.partners.get, otypes=[object])(own.mesh.devices)
+        mesh = Mesh(devices, own.mesh.axis_names, axis_types=own.mesh.axis_types)
+        self._grid = own._replace(mesh=mesh)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of its workers."""
+        return self._grid.nodes * self._grid.locals
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function of one worker, as one over all workers, on the twin."""
@@ -40,43 +57,96 @@ class Twin:
 
     def there(self, tree: Tree) -> Tree:
         """The tree on the twin."""
-        return _moved(tree, self._mesh, self._to)
+        return _moved(tree, self._home, self._grid, self.partners)
 
     def share(self, number: Any) -> jax.Array:
         """A number on all devices of the twin."""
         return place(number, self._grid.sharding(shared=True))
 
+    def rows(self, is_set: Callable[[int], bool]) -> jax.Array:
+        """bool [W], whether the process of each worker is chosen by its number."""
+        here = is_set(jax.process_index())
+        sharding = self._grid.sharding()
+        shape = (self.num_workers,)
+
+        def of(index: Any) -> np.ndarray:
+            return np.full(shape, here)[index]
+
+        return jax.make_array_from_callback(shape, sharding, of)
+
     def back(self, tree: Tree) -> Tree:
         """The tree on the devices that train."""
-        return _moved(tree, self._home, self._from)
+        home = {beside: device for device, beside in self.partners.items()}
+        return _moved(tree, self._grid, self._home, home)
 
     def like_back(self, tree: Tree) -> Tree:
         """The shapes of the tree on the devices that train."""
+        leaves, treedef = jax.tree.flatten(tree)
+        pairs = zip(leaves, shared_flags(tree), strict=True)
+        return treedef.unflatten(
+            _like(x, flag, self._grid, self._home) for x, flag in pairs
+        )
 
-        def like(x: Any) -> Any:
-            sharding = NamedSharding(self._home, x.sharding.spec)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    def from_other(self, other: "Twin", tree: Tree) -> Tree:
+        """The tree of another twin: each worker of this one has its row there."""
+        ours = self.partners
+        to = {
+            beside: ours[device]
+            for device, beside in other.partners.items()
+            if device in ours
+        }
+        return _moved(tree, other._grid, self._grid, to)
 
-        return jax.tree.map(like, tree)
+
+def among(grid: Grid, live: Collection[int]) -> Grid:
+    """The grid of the workers in some processes.
+
+    Raises:
+      ValueError: they are no nodes x locals.
+    """
+    devices = grid.mesh.devices
+    lives = np.vectorize(lambda device: device.process_index in live)(devices)
+    for axis, name in enumerate(grid.mesh.axis_names):
+        others = tuple(set(range(devices.ndim)) - {axis})
+        whole = lives.all(axis=others)
+        if name not in grid.axes or not (whole == lives.any(axis=others)).all():
+            continue
+        kept = np.compress(whole, devices, axis=axis)
+        mesh = Mesh(kept, grid.mesh.axis_names, axis_types=grid.mesh.axis_types)
+        share = whole.sum() / whole.size
+        if name_of(name, grid) == "node":
+            return grid._replace(mesh=mesh, nodes=round(grid.nodes * share))
+        return grid._replace(mesh=mesh, locals=round(grid.locals * share))
+    raise ValueError(
+        "the workers that live must be whole nodes, or workers of one node, got those of "
+        f"processes {sorted(live)}"
+    )
 
 
-def partners(devices: np.ndarray) -> dict[jax.Device, jax.Device]:
+def name_of(axis: str, grid: Grid) -> str:
+    """'node' or 'local' for an axis of the mesh along which workers stand."""
+    ours = {theirs: name for name, theirs in grid.names.items()}
+    return ours.get(axis, axis)
+
+
+def partners(devices: np.ndarray, turn: int = 0) -> dict[jax.Device, jax.Device]:
     """Returns the CPU device beside each device, in its process.
 
     A single process without further CPU devices exchanges on those that train.
+
+    Args:
+      devices: those that train.
+      turn: a number. As far as CPU devices suffice, each has partners that no other one
+        has: gloo knows connections by their devices, and keeps those to a lost process.
 
     Raises:
       ValueError: too few CPU devices in a process.
     """
     used = set(devices.flat)
     found: dict[jax.Device, jax.Device] = {}
-    for process in sorted({device.process_index for device in used}):
+    for process in processes_of(devices):
         own = [device for device in devices.flat if device.process_index == process]
-        spare = [
-            device
-            for device in jax.devices("cpu")
-            if device.process_index == process and device not in used
-        ]
+        spare = _spare(process, used)
         is_alone = jax.process_count() == 1 and own[0].platform == "cpu"
         if len(spare) < len(own) and is_alone:
             spare = own
@@ -87,31 +157,63 @@ def partners(devices: np.ndarray) -> dict[jax.Device, jax.Device]:
                 f"{len(own)} devices of a process, got {len(spare)}: call "
                 f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax starts'
             )
-        found |= dict(zip(own, spare))
+        turn, row = divmod(turn, len(spare) // len(own))
+        found |= dict(zip(own, spare[row * len(own) :]))
     return found
 
 
-def _moved(tree: Tree, mesh: Mesh, to: Partners) -> Tree:
-    """The tree with each shard on the partner of its device, sharded as it is."""
+def turns(grid: Grid, live: Collection[int]) -> float:
+    """The number of different `partners` of some processes."""
+    # A single one connects to no other.
+    if len(live) == 1:
+        return math.inf
+    used = set(grid.mesh.devices.flat)
+    each = len(used) // len(processes_of(grid.mesh.devices))
+    return math.prod(len(_spare(process, used)) // each for process in live)
+
+
+def processes_of(devices: np.ndarray) -> list[int]:
+    """The numbers of the processes of devices, in order."""
+    return sorted({device.process_index for device in devices.flat})
+
+
+def _spare(process: int, used: Collection[jax.Device]) -> list[jax.Device]:
+    """The CPU devices of a process beside those that are used."""
+    own = [device for device in jax.devices("cpu") if device.process_index == process]
+    return [device for device in own if device not in used]
+
+
+def _moved(tree: Tree, source: Grid, target: Grid, to: Partners) -> Tree:
+    """The tree with each shard on another device of its process, sharded as it is."""
     leaves, treedef = jax.tree.flatten(tree)
-    away: list[Any] = [x for x in leaves if _is_away(x, to)]
-    shards = [shard for x in away for shard in x.addressable_shards]
+    flags = shared_flags(tree)
+    away: list[Any] = [x for x in leaves if _is_on(x, source, target)]
+    shards = [shard for x in away for shard in x.addressable_shards if shard.device in to]
     devices = [to[shard.device] for shard in shards]
     data = iter(jax.device_put([shard.data for shard in shards], devices))
 
-    def moved(x: Any) -> Any:
-        if not _is_away(x, to):
+    def moved(x: Any, flag: bool) -> Any:
+        if not _is_on(x, source, target):
             return x
-        sharding = NamedSharding(mesh, x.sharding.spec)
-        own = [next(data) for _ in x.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, own)
+        like = _like(x, flag, source, target)
+        own = [next(data) for shard in x.addressable_shards if shard.device in to]
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, own)
 
-    return treedef.unflatten(map(moved, leaves))
+    return treedef.unflatten(map(moved, leaves, flags))
 
 
-def _is_away(x: Any, to: Partners) -> bool:
-    """Whether an array lies on devices that have other partners."""
-    if not isinstance(x, jax.Array):
+def _like(x: Any, is_shared: bool, source: Grid, target: Grid) -> jax.ShapeDtypeStruct:
+    """The shape of an array of a grid on another one."""
+    own = source.spec_of(x.sharding, is_shared)
+    sharding = target.sharding(own, is_shared)
+    rows = () if is_shared else (target.nodes * target.locals,)
+    shape = rows + x.shape[len(rows) :]
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+
+def _is_on(x: Any, source: Grid, target: Grid) -> bool:
+    """Whether an array lies on the devices of a grid, and not on those of another one."""
+    if not isinstance(x, jax.Array) or source.mesh == target.mesh:
         return False
-    device = next(iter(x.sharding.device_set))
-    return to.get(device, device) != device
+    is_there = getattr(x.sharding, "mesh", None) == target.mesh
+    return not is_there and x.sharding.device_set == {*source.mesh.devices.flat}

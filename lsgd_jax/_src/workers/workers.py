@@ -24,6 +24,7 @@ from lsgd_jax._src.exchange.beside import (
     check_has_delay,
     check_reads_no_x,
 )
+from lsgd_jax._src.exchange.crew import Crew, Verdict
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.loop import Loop
@@ -49,9 +50,17 @@ from lsgd_jax._src.workers.device_grid import (
 )
 from lsgd_jax._src.workers.devices import reserve_threads
 from lsgd_jax._src.workers.meetings import Meetings
+from lsgd_jax._src.workers.members import Members, check_may_lose
 from lsgd_jax._src.workers.spmd import Grid, compiled
-from lsgd_jax._src.workers.transfer import gathered, is_key, place, read, split
-from lsgd_jax._src.workers.twin import Twin
+from lsgd_jax._src.workers.transfer import (
+    gathered,
+    is_key,
+    of_members,
+    place,
+    read,
+    split,
+)
+from lsgd_jax._src.workers.twin import Twin, turns
 
 
 Keys = Literal["split", "copy"]
@@ -158,6 +167,7 @@ class Workers:
             )
         self._meetings = Meetings()
         self._twin: Twin | None = None  # of the loops that exchange beside
+        self._crew: Crew | None = None  # of the loop whose processes may be lost
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
@@ -273,7 +283,12 @@ class Workers:
 
         Random keys come as key arrays, which `put` accepts. With several processes the call
         communicates, so all processes must make it.
+
+        In a loop that goes on when processes are lost (see `loop`), it returns the rows of
+        the workers that live, and takes losses and other small arrays.
         """
+        if self._crew is not None and self._crew.verdict is not None:
+            return of_members(self._crew.gather, tree)
         if jax.process_count() > 1:
             if self._twin is not None:
                 tree = self._twin.back(tree)
@@ -331,6 +346,7 @@ class Workers:
         donate: int | Iterable[int] = (),
         static: str | Iterable[str] = (),
         beside: bool = False,
+        min_workers: int | None = None,
     ) -> Callable:
         """Turns a step with a method around it into one for a loop over the steps.
 
@@ -358,11 +374,26 @@ class Workers:
         ``jax_num_cpu_devices``). A single process without such devices exchanges on those
         that train.
 
+        With `min_workers`, too, a process that is lost does not end the others. jax calls
+        it lost, all agree that its message does not count, and the message leaves again
+        among those that live; means, leaders and medians are theirs. A process that starts
+        again with its number comes in after the next message: it takes anchors, momenta and
+        the step from the others, keeps its own optimizer state, and moves to the next
+        target whole. Steps go on meanwhile, up to the landing of the message. `LoopBeside`
+        has what else such a loop needs. It takes several processes with
+        ``jax_enable_recoverability``, whose process 0, with jax's service, must live, and a
+        delay for all pulls between processes. Each change takes CPU devices that no message
+        has used: with k for each device that trains, the same n processes can begin to send
+        k^n times. A node is lost as a whole.
+
         Args:
           step: what `around` returned.
           donate: as for `map`; the exchanges never reuse their arguments' buffers.
           static: as for `map`.
           beside: whether messages of pulls with a `delay` travel beside the steps.
+          min_workers: goes on when processes are lost, with at least so many workers, and
+            takes back those that start again; with `beside`. Otherwise a lost process ends
+            all of them.
 
         Returns:
           A function of the same signature as ``map(step)``, not to be called under
@@ -372,7 +403,8 @@ class Workers:
           ValueError: a step that is not from `around`, or of a method with steps without a
             gradient (`palsgd`); with `beside`, a method without a delay, a rule that needs
             the parameters before the step, fragments that share a program, a process with
-            too few CPU devices.
+            too few CPU devices; with `min_workers`, processes that jax ends with a lost
+            one, messages between processes that have no delay, a graph of rounds.
 
         >>> import jax.numpy as jnp
         >>> import lsgd_jax as lj
@@ -393,9 +425,12 @@ class Workers:
                 f"got {step!r}; `map` compiles any other function"
             )
         options = {"donate": donate, "static": static}
+        crew_of = None
+        if min_workers is not None:
+            crew_of = self._crew_of(step, beside, min_workers)
         if beside:
             twin = self._devices_beside()
-            run: Loop = LoopBeside(step, self._compile, self.sizes, options, twin)
+            run: Loop = LoopBeside(step, self._compile, self.sizes, options, twin, crew_of)
         else:
             run = step.loop(self._compile, sizes=self.sizes, **options)
         if self.debug:
@@ -437,6 +472,41 @@ class Workers:
         if self._twin is None:
             self._twin = Twin(self._grid, self._meetings)
         return self._twin
+
+    def _crew_of(
+        self, step: Around, beside: bool, min_workers: int
+    ) -> Callable[[Sequence[PullsBeside]], Crew]:
+        """Returns what makes the crew of a loop whose processes may be lost.
+
+        Raises:
+          ValueError: they may not.
+        """
+        check_positive_int("min_workers", min_workers)
+        if not beside:
+            raise ValueError(
+                "`min_workers` must be left out unless messages travel beside the steps "
+                f"(`beside=True`), got min_workers={min_workers}"
+            )
+        if min_workers > self.num_workers:
+            raise ValueError(
+                f"`min_workers` must be at most the number of workers, {self.num_workers}, "
+                f"got min_workers={min_workers}"
+            )
+        check_may_lose([method.method for method in step.methods], self._grid)
+        members = Members.of_jax()
+
+        def twin_of(verdict: Verdict) -> Twin | None:
+            live = verdict.members
+            if verdict.turn >= turns(self._grid, live):
+                return None
+            self._twin = Twin(self._grid, self._meetings, live, verdict.turn)
+            return self._twin
+
+        def crew_of(senders: Sequence[PullsBeside]) -> Crew:
+            self._crew = Crew(members, twin_of, Order, min_workers, senders)
+            return self._crew
+
+        return crew_of
 
     def _checked(self, mapped: Callable) -> Callable:
         """The function, with a check of the states that it returns, if `debug` says so."""

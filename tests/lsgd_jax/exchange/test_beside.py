@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from harness import COLLECTIVE, mostly_slow
+from harness import train as trained
 from loops import (
     begun,
     both,
@@ -17,6 +18,7 @@ from loops import (
 )
 
 import lsgd_jax as lj
+from lsgd_jax._src.exchange.beside import _welcomed
 
 
 WORKERS = lj.Workers(2, 2, devices=jax.devices()[:4])
@@ -32,10 +34,14 @@ CASES = {
     "verify": lambda: lj.diloco(4, delay=2, verify=True),
     "one level in the step": lambda: lj.exchange(
         lj.Pull(lj.rules.leader("local"), 0.3, 2),
-        lj.Pull(lj.rules.average(), 1.0, 4, delay=3),
+        lj.Pull(lj.rules.average(), 1.0, 4, delay=4, late="add"),
     ),
     "int8": lambda: lj.diloco(4, delay=2, wire="int8"),
     "int4 in fragments": lambda: lj.diloco(4, fragments=2, delay=1, wire="int4"),
+    "added, int8 in fragments": lambda: lj.diloco(
+        4, fragments=2, delay=3, late="add", wire="int8", mixing=0.5
+    ),
+    "added, verify": lambda: lj.lsgd(0.3, 0.2, 2, 4, delay=2, late="add", verify=True),
     "top-k": lambda: lj.contrib.sparse_diloco(4, delay=2),
     "changing periods": lambda: lj.local_sgd(lj.Periods({0: 2, 4: 3}), delay=1),
 }
@@ -152,7 +158,7 @@ def test_no_program_of_the_devices_that_train_holds_a_message(monkeypatch):
     "again", ["beside", pytest.param("in the step", marks=pytest.mark.slow)]
 )
 def test_a_run_resumes_from_any_step_with_its_message_under_way(again):
-    train = lj.around(update, lj.lsgd(0.3, 0.2, 2, 4, delay=1))
+    train = lj.around(update, lj.lsgd(0.3, 0.2, 2, 4, delay=2, late="add"))
     run, pairs = both_ways(train)
     saved = {}
     for (t, found), (_, expected) in pairs:
@@ -167,6 +173,23 @@ def test_a_run_resumes_from_any_step_with_its_message_under_way(again):
             rest = steps(inside, train, state, t + 1, donate=False)
         *_, (_, found) = rest
         same(found, last)
+
+
+def test_a_new_worker_takes_no_sum_of_another_one():
+    """Message 2 is in flight when it comes, and of message 6 it takes the target whole."""
+    workers = lj.Workers(1, 3)
+    tx = lj.local_sgd(4, delay=2, late="add")
+    step = np.array([[1.0], [2.0], [6.0]], np.float32)
+    seen, state = trained(tx, workers, np.zeros([3, 1], np.float32), [step] * 3)
+    is_new = np.array([False, False, True])
+    (pull,) = state.pulls
+    pull = workers.map(_welcomed)(pull, workers.put(is_new))
+    state = state._replace(pulls=(pull,))
+    seen, _ = trained(tx, workers, seen[-1], [step] * 5, state=workers.fetch(state))
+    # Of message 2 the mean is 6. At step 6 the new worker is at 36 and does not take part.
+    np.testing.assert_array_equal(seen[0][:, 0], [4 + 4, 8 + 2, 24])
+    target = (10 + 14) / 2
+    np.testing.assert_array_equal(seen[4][:, 0], [8 + 4 + 2, 10 + 8 - 2, target])
 
 
 @pytest.mark.slow

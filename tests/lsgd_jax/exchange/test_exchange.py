@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import close, exchanged, mostly_slow, train
+from harness import after, around, close, exchanged, mostly_slow, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import kernel, parts
@@ -23,29 +23,39 @@ def pair():
 
 
 @pytest.mark.parametrize(
-    ("delay", "turns"),
-    # The last has two in flight.
-    mostly_slow([(3, [0]), (0, [2, 0]), (1, [2, 0]), (3, [2, 0])], fast=[(3, [2, 0])]),
+    ("delay", "turns", "late"),
+    mostly_slow(
+        [
+            (3, [0], "replace"),
+            (0, [2, 0], "replace"),
+            (1, [2, 0], "replace"),
+            (3, [2, 0], "replace"),  # two in flight
+            (4, [2, 0], "add"),
+        ],
+        fast=[(3, [2, 0], "replace")],
+    ),
 )
-def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
+def test_delayed_and_fragmented_lsgd_by_hand(delay, turns, late):
     """z is the y of the leader elected `delay` steps before; τ = 4, λ = 0.25."""
     rng = np.random.default_rng(0)
     start = rng.normal(size=(len(turns), 4, 3)).astype(np.float32)
     steps = rng.normal(size=(12, len(turns), 4, 3)).astype(np.float32)
     losses = rng.uniform(size=(12, 4))
     tx = lj.lsgd(0.25, 0.0, 4, loss_window=1, fragments=len(turns))
-    tx = lj.exchange(tx, delay=delay)
+    tx = lj.exchange(tx, delay=delay, late=late)
     workers = lj.Workers(1, 4)
     seen, _ = train(tx, workers, list(start), [list(s) for s in steps], list(losses))
     for part, turn in enumerate(turns):
-        x, sent = start[part], None
+        x = start[part]
+        sent = y = None
         for t in range(1, 13):
             x = x + steps[t - 1, part]
             if (t + delay) % 4 == turn and delay == 0:
                 sent = x[losses[t - 1].argmin()]
             if t % 4 == turn and sent is not None:
-                x = x + 0.25 * (sent - x)
+                x = x + 0.25 * (sent - (y if late == "add" else x))
             if (t + delay) % 4 == turn and delay:
+                y = x
                 sent = x[losses[t - 1].argmin()]
             close(seen[t - 1][part], x)
 
@@ -169,6 +179,33 @@ def test_a_fragment_that_was_restored_does_not_restore_the_rest():
     np.testing.assert_array_equal(seen[1]["a"], [1, 1])
     assert np.ptp(seen[1]["b"]) == 0
     assert not lj.waiting(state).any()
+
+
+NOT_FINITE = [
+    (*case, form)
+    for form in ("chain", "outer")
+    for case in ((2, 4, 2), (3, 8, 8), (4, 8, 8))
+]
+
+
+@pytest.mark.parametrize(
+    "bad, restored, target, form", mostly_slow(NOT_FINITE, fast=[NOT_FINITE[0]])
+)
+def test_a_late_sum_restores_workers_that_took_no_part_in_its_agreement(
+    bad, restored, target, form
+):
+    """Agreements are about steps 2 and 6. Of two finite workers the first moves by 2."""
+    method = lj.local_sgd(4, delay=2, late="add")
+    steps = [np.array([[1.0], [3.0]], np.float32) for _ in range(9)]
+    steps[bad - 1][1] = np.nan
+    tx = around(lj.outer(method)) if form == "outer" else method
+    apply = after if form == "outer" else lj.apply_updates
+    seen, state = train(tx, pair(), np.zeros([2, 1], np.float32), steps, apply=apply)
+    assert seen[restored - 1][1] == target
+    assert seen[restored][1] == target + 3
+    assert seen[3][0] == (4 if bad == 2 else 6)
+    (pull,) = lj.diagnostics(state)
+    assert pull.restored.tolist() == [0, 1] and not lj.waiting(state).any()
 
 
 # Numbers

@@ -27,6 +27,7 @@ GIVEN = {
     "wire": "int8",
     "fragments": 2,
     "delay": 1,
+    "late": "add",
     "after": 3,
     "part": ["a"],
     "scan_axis": 0,
@@ -46,6 +47,8 @@ def test_an_option_of_a_method_is_an_option_of_its_exchange(method):
     make = METHODS[method]
     for r in (1, len(GIVEN) - 1):
         for names in itertools.combinations(GIVEN, r):
+            if "late" in names and "delay" not in names:
+                continue  # refused
             options = {name: GIVEN[name] for name in names}
             given, applied = make(**options), lj.exchange(make(), **options)
             assert settings(given) == settings(applied)
@@ -138,6 +141,21 @@ def test_a_method_of_the_user_takes_the_options():
             lambda: lj.exchange(lj.diloco(8, fragments=2), delay=8),
             ValueError,
             r"`delay` must be an int in \[0, 8\)",
+        ),
+        (
+            lambda: lj.local_sgd(8, delay=9, late="add"),
+            ValueError,
+            r"`delay` must be an int in \[0, 9\)",
+        ),
+        (
+            lambda: lj.local_sgd(8, late="add"),
+            ValueError,
+            "`late` must be 'replace' without a delay",
+        ),
+        (
+            lambda: lj.local_sgd(8, delay=1, late="added"),
+            ValueError,
+            "`late` must be one of 'replace', 'add'",
         ),
         (
             lambda: lj.exchange(lj.diloco(8, merge="radial"), wire="int8"),

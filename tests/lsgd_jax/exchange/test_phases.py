@@ -17,7 +17,9 @@ LAYERS, WIDTH = 4, 256
 METHODS = {
     "lsgd": lambda delay: lj.lsgd(0.1, 0.1, 16, 64, delay=delay),
     "diloco": lambda delay: lj.diloco(64, delay=delay),
-    "fragments": lambda delay: lj.diloco(64, fragments=2, delay=delay, scan_axis=0),
+    "fragments": lambda delay: lj.diloco(
+        64, fragments=2, delay=delay, late="add", scan_axis=0
+    ),
     "int8": lambda delay: lj.diloco(64, delay=delay, wire="int8"),
     # Each step sends a layer, while the one before is on its way.
     "in_flight": lambda delay: lj.diloco(4, fragments=4, delay=2 * delay, scan_axis=0),

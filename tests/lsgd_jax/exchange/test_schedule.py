@@ -20,7 +20,7 @@ SCHEDULES = {
     "plain": Schedule(3),
     "offset": Schedule(4, (1,), 3),
     "fragments": Schedule(6, (3, 5, 1), 3),
-    "late": Schedule(3, (0,), 2, after=4),
+    "a whole period late": Schedule(3, (0,), 3, after=4),
     "growing": Schedule(GROWING),
     "growing late": Schedule(lj.Periods({0: 3, 7: 5}), (0,), 2, after=2),
 }
@@ -104,6 +104,7 @@ def test_phases_are_those_of_all_steps(name):
         delay=given.delay,
         after=given.after,
         fragments=fragments,
+        late="add" if given.delay == given.every else "replace",
     )
     assert pull.schedule == given
     method = lj.exchange(pull)

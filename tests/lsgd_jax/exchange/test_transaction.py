@@ -202,7 +202,7 @@ def with_pulls(name, **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_strength_that_is_nan_once_moves_no_worker(name):
-    tx = with_pulls(name, every=2, delay=0, strength=nan_at(2, 0.5))
+    tx = with_pulls(name, every=2, delay=0, late="replace", strength=nan_at(2, 0.5))
     x = {"w": START, "b": START}
     moves = {"w": MOVES, "b": MOVES}
     before, state = train(tx, WORKERS, x, [moves])

@@ -199,12 +199,13 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
 LATE = dict(method=methods.make("diloco", period=4, delay=2), batch_size=8)
 KINDS = {
     "diloco": LATE,
+    "added": dict(method=methods.make("diloco", period=4, delay=4, late="add")),
     "lsgd": dict(method=methods.make("lsgd", local_period=2, global_period=4, delay=1)),
     "int8": dict(method=methods.make("diloco", period=4, delay=3, wire="int8")),
 }
 
 
-@pytest.mark.parametrize("kind", ["diloco", slow("lsgd"), slow("int8")])
+@pytest.mark.parametrize("kind", [slow("diloco"), "added", slow("lsgd"), slow("int8")])
 def test_messages_beside_the_steps_change_no_number(kind, opened, tmp_path):
     """Nor does a run that is resumed while its message is in flight."""
     changes = KINDS[kind] | dict(checkpoint_every=3, log_every=3)

@@ -2,9 +2,9 @@
 
 A worker's parameters travel in their own dtypes, differences of parameters in float32 or
 wider, and in a narrow format what the codec makes of them. No worker has to know what a
-peer has missed, as it would if differences to earlier messages traveled. The sender keeps
-the quantization error where it would be lost otherwise (sums, the anchors of DiLoCo, both
-sides of an exchange).
+peer has missed, as it would if differences to earlier messages traveled; in DiLoCo, where
+they do, a message says what it builds on. The sender keeps the quantization error where it
+would be lost otherwise (sums, the anchors of fragments, both sides of an exchange).
 """
 
 import functools

@@ -26,7 +26,7 @@ from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
     FragmentState,
-    delayed_nesterov,
+    nesterov,
 )
 from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
 from lsgd_jax._src.checks import (
@@ -156,7 +156,6 @@ class DecoupledDiLoCoWorker(AnchorWorker):
     """
 
     kept = ("turn", "outers", "received")
-    behind = 8
 
     def __init__(self, method: DecoupledDiLoCo, worker: Worker):
         index = worker.index
@@ -168,7 +167,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             )
         super().__init__(
             worker,
-            delayed_nesterov(method.learning_rate, method.momentum, every=1),
+            nesterov(method.learning_rate, method.momentum),
             [parts.fragment(i, method.fragments) for i in range(method.fragments)],
             peers=[i for i in range(workers) if i != index],
         )
@@ -355,7 +354,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         shares = (weights / weights.sum()).astype(np.float32)
         with on_cpu(self.worker.sharding):
             delta = merged(deltas, shares, method.merge, method.averaged)
-        return self.moved(outer, delta, self.turn)
+        return self.moved(outer, delta)
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's turn and fragments."""

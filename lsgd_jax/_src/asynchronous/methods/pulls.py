@@ -39,8 +39,8 @@ class Pulls:
       window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, an offset or a delay with a budget, workers judged by their
-        peers, or a rule that reads the gradient, as `grawa` does.
+      ValueError: no exchange, an offset or a delay with a budget, late='add', workers
+        judged by their peers, or a rule that reads the gradient, as `grawa` does.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -62,6 +62,10 @@ class Pulls:
                 f"got {self.exchange!r}"
             )
         for pull in self.exchange.pulls:
+            if pull.adds:
+                raise ValueError(
+                    "`late` must be 'replace' for asynchronous workers, got late='add'"
+                )
             if self.budget and (pull.offset or pull.fragments > 1 or pull.delay):
                 raise ValueError(
                     "pulls with a budget must have no offset, no fragments and no delay, "

@@ -88,9 +88,13 @@ class Remote:
     def states(self, own: bool = True) -> list[Any]:
         """Returns the state of each worker after its last step, to be resumed from.
 
-        None for a worker that does not answer, or has not begun.
+        None for a worker that does not answer, or has not begun. Workers that have ended
+        are not asked, because their states are here already.
         """
-        return self._answers(worker.state.remote(own) for worker in self._workers)
+        asked = [i for i in range(len(self._workers)) if i not in self.ended]
+        answers = self._answers(self._workers[i].state.remote(own) for i in asked)
+        states = self.ended | dict(zip(asked, answers))
+        return [states[i] for i in range(len(self._workers))]
 
     def stop(self) -> None:
         """Ends the run: each worker stops after the step that it is in."""

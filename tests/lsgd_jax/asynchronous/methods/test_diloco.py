@@ -1,5 +1,7 @@
 """Asynchronous DiLoCo: one anchor, whichever worker moves it or fails."""
 
+import asyncio
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,11 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.methods.anchors import delayed_nesterov
-from lsgd_jax.asynchronous import DiLoCo, Pulls
+from lsgd_jax._src.asynchronous.methods import pieces
+from lsgd_jax._src.asynchronous.methods.pieces import DelayedNesterov
+from lsgd_jax._src.asynchronous.simulated.clock import run_virtual
+from lsgd_jax._src.asynchronous.simulated.simulator import Simulation
+from lsgd_jax.asynchronous import DiLoCo, Network, Pulls, Speeds, simulator, work
 
 
 OUTER = dict(learning_rate=0.5, momentum=0.6)
@@ -18,7 +23,7 @@ OUTER = dict(learning_rate=0.5, momentum=0.6)
 def anchor(worker):
     """A worker's (turn, anchor)."""
     state = worker.method.state()
-    return int(state["turn"]), toys.vector(state["outers"][0].anchor)
+    return int(state["turn"]), toys.vector(worker.method.anchor)
 
 
 def test_alone_with_n_of_1_it_is_nesterovs_outer_sgd():
@@ -50,11 +55,14 @@ def test_together_and_equally_fast_it_is_diloco_in_lock_step():
 
 def test_momentum_is_renewed_with_the_mean_of_the_last_n():
     """By hand, with g = 4, 8, 4, 8, η = 1/2, β = 1/2, N = 2."""
-    tx, anchor, path = delayed_nesterov(0.5, 0.5, every=2), jnp.zeros([]), []
-    state = tx.init(anchor)
+    outer = DelayedNesterov(0.5, 0.5, every=2)
+    state = outer.init([np.zeros(1, np.float32)])
+    path = []
     for turn, g in enumerate([4.0, 8.0, 4.0, 8.0], start=1):
-        step, state = tx.update(jnp.float32(g), state, turn=turn)
-        path.append((anchor := anchor + step).item())
+        state = outer.added(state, [np.float32([g])])
+        if turn % 2 == 0:
+            state = outer.renewed(state, turn)
+        path.append(outer.anchor(state)[0].item())
     # m = 6 after the second: a moves by (8/2 + 6/2) / 2; m = 9 after the fourth.
     assert path == [-1.0, -1.0 - 3.5, -5.5, -5.5 - (4 + 4.5) / 2]
 
@@ -117,13 +125,16 @@ def test_slow_workers_take_fewer_local_steps_so_that_all_come_at_the_same_time()
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("failed", [0, 1])
-def test_the_anchor_survives_a_failure_and_is_taken_over(together, failed):
-    outers = {}
+def test_the_anchor_survives_a_failure_and_is_taken_over(together, failed, monkeypatch):
+    monkeypatch.setattr(pieces, "SMALLEST", 2)
+    outers, anchors = {}, {}
 
     def note(worker):
         state = worker.method.state()
-        turn = outers.setdefault(int(state["turn"]), {})
-        turn[worker.index] = toys.vector(state["outers"])
+        turn, vector = anchor(worker)
+        anchors[turn] = vector
+        held = [(piece.base, piece.momentum, piece.total) for piece in state["outers"]]
+        outers.setdefault(turn, {})[worker.index] = toys.vector(held)
 
     method = DiLoCo(4, learning_rate=0.3, momentum=0.3, together=together)
     away = dict(drops={failed: 10.5}, joins={failed: 20}, timeout=3)
@@ -134,7 +145,99 @@ def test_the_anchor_survives_a_failure_and_is_taken_over(together, failed):
     for each in outers.values():
         assert all((outer == each[min(each)]).all() for outer in each.values())
     # It was not reset to the start.
-    start = outers[0][failed]
-    far = lambda outer: np.abs((outer - start)[:10]).max()
-    late = range(max(outers) // 2, max(outers))
-    assert min(far(next(iter(outers[turn].values()))) for turn in late) > 0.25
+    far = [np.abs(anchors[turn] - anchors[0]).max() for turn in sorted(anchors)]
+    assert min(far[len(far) // 2 :]) > 0.25
+
+
+def moved_by_turns(local_steps, **options):
+    """A task and a method by which every turn moves each element of the anchor by -1."""
+    task = toys.moving({"w": jnp.zeros([64, 256])}, lambda x, i: {"w": x["w"] * 0 - 1})
+    method = DiLoCo(
+        local_steps,
+        learning_rate=2 / local_steps,
+        momentum=0.0,
+        momentum_every=2,
+        weights="equal",
+        **options,
+    )
+    return task, method
+
+
+def test_a_worker_that_fails_while_it_hands_over_loses_only_what_it_still_had():
+    """Its pieces take 1 s each, and the other worker has got three of eight."""
+    seen = {}
+
+    def note(worker):
+        turn, moved = anchor(worker)
+        seen.setdefault(turn, []).append(-moved)
+
+    task, method = moved_by_turns(local_steps=2)
+    network = Network(bandwidth=8192.0, latency=0.0)
+    away = dict(drops={0: 5.5}, joins={0: 60.0}, timeout=50.0, observe=note)
+    speeds = Speeds(1.0, slow={1: 1.1})
+    simulator.run(task, method, 2, 1, 40, network, speeds, **away)
+    after, *_ = seen.pop(2)
+    np.testing.assert_array_equal(after, np.repeat([2.0, 1.0], [3 * 2048, 5 * 2048]))
+    late = [moved for turn, each in seen.items() if turn > 2 for moved in each]
+    assert len(late) > 40  # also after the worker has come back
+    for moved in late:
+        np.testing.assert_array_equal(moved - moved.min(), after - after.min())
+
+
+def test_a_worker_that_takes_its_last_turn_again_leads_no_other_astray():
+    """Others know the first form of the turn, or some of its pieces."""
+    start = {"w": jnp.zeros([64, 256])}
+    task = toys.moving(start, lambda x, i: {"w": x["w"] * 0 - 1 - i})
+    method = DiLoCo(6, learning_rate=0.5, momentum=0.5, weights="equal")
+    network = Network(bandwidth=40_000, latency=0.001)
+    speeds = Speeds(1.0, slow={1: 1.05, 2: 1.1})
+    away = dict(drops={1: 19.5}, joins={1: 20.5}, timeout=30.0)
+    run = simulator.run(task, method, 3, 1, 60, network, speeds, **away)
+    bases = {}
+    for worker in run.workers:
+        for c, piece in enumerate(worker.method.outers):
+            found = bases.setdefault((c, piece.renewals[-1]), [])
+            found.append(toys.vector((piece.base, piece.momentum)))
+    assert max(map(len, bases.values())) > 1
+    for same in bases.values():
+        assert all((base == same[0]).all() for base in same)
+
+
+def test_a_run_is_resumed_with_the_last_turn_of_all_workers():
+    """The worker that has taken it takes no further one here."""
+    task, method = moved_by_turns(local_steps=4)
+    states = [worker.state(own=True) for worker in toys.simulate(task, method, 1, 3, 21)]
+    states = sorted(states, key=lambda state: state["method"]["turn"])
+    assert [int(state["method"]["turn"]) for state in states] == [13, 14, 15]
+    moved = {}
+
+    def note(worker):
+        turn, vector = anchor(worker)
+        moved.setdefault(turn, -vector)
+
+    async def resume():
+        simulation = Simulation(method, 1, 3, 24)
+        *others, last = [simulation.enter(task, i) for i in range(3)]
+        for worker, state in zip([*others, last], states):
+            worker.take_over(state)
+        trained = [work(worker, note) for worker in others]
+        await asyncio.gather(last.enter(), last.tell(), *trained)
+
+    run_virtual(resume())
+    np.testing.assert_array_equal(moved[16], np.full(64 * 256, 16.0))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_equal_workers_send_as_much_and_wait_as_long_as_in_lock_step(together):
+    """At 100 Mbit/s, with 20 MB of parameters and 8 s between two exchanges."""
+    task, _ = moved_by_turns(1)
+    network = Network(bandwidth=0.94e8 / 8, latency=1e-4).scaled(64 * 256 / 5e6)
+
+    def run(method):
+        found = simulator.run(task, method, 4, 1, 4 * 12, network, Speeds(2.0, jitter=0.02))
+        sent = sum(worker.report.bytes_sent for worker in found.workers)
+        return found.seconds, sent
+
+    seconds, sent = run(DiLoCo(4, together=together))
+    lock_step = run(Pulls(lj.diloco(4)))
+    assert seconds <= 1.001 * lock_step[0] and sent <= lock_step[1]

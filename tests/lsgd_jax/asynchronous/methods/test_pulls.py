@@ -186,6 +186,7 @@ def test_a_worker_that_finds_no_peer_to_take_over_from_ends_the_run():
     [
         (optax.sgd(0.1), "`exchange` must be a method that pulls"),
         (lj.diloco(4, fragments=2), "must have no offset, no fragments and no delay"),
+        (lj.diloco(4, delay=2, late="add"), "`late` must be 'replace' for asynchronous"),
         (lj.contrib.grawa(), "`exchange` must have no rule that reads it, as grawa does"),
     ],
 )

@@ -1,5 +1,6 @@
 """Workers on Ray: the numbers of the simulator, faults, restarts, signals."""
 
+import operator
 import os
 import pathlib
 import shutil
@@ -119,7 +120,10 @@ def test_equals_the_simulator_also_when_it_is_resumed(devices, on_ray):
     method, make = Pulls(lj.diloco(period=2)), training(size=4, devices=devices)
     expected = simulator.run(training(size=4)(0), method, 1, 2, 8).workers
     half = run(make, method, 1, 2, 4)
-    whole = run(make, method, 1, 2, 8, states=half.states)
+    ends = []
+    note = lambda status, remote: ends.append(remote.states())
+    whole = run(make, method, 1, 2, 8, states=half.states, on_status=note)
+    assert all(map(operator.is_, ends[-1], whole.states))  # which moved here once
     assert [state["count"] for state in half.states] == [4, 4]
     assert not whole.stopped and whole.restarts == [0, 0]
     for worker, state in zip(expected, whole.states):
