@@ -34,7 +34,8 @@ USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "muon": 1e-2, "lars": 10
 # The format of run folders. 1, which is not noted in them: lsgd_jax 0.1.0.
 FORMAT = 2
 
-# Settings of runs of 0.3 that are gone, with the value that every run has now.
+# Settings of runs of 0.3 that are gone, with the value that every run has now. Another
+# `method.late` of today has other values.
 REMOVED = {"method.late": "pull", "method.judged_by": "own"}
 
 
@@ -238,9 +239,9 @@ def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
     known = SETTINGS | dict(settings_of(method, "method."))
     known["method.name"] = Setting(str, None, ())
     for name, value in values.items():
+        if name in REMOVED and value == REMOVED[name]:
+            continue
         if name in REMOVED and name not in known:
-            if value == REMOVED[name]:
-                continue
             raise ValueError(
                 f"lsgd_jax 0.3 is the last one with `{name}`, which must be "
                 f"{REMOVED[name]!r} now, got {name}={json.dumps(value)}"

@@ -31,7 +31,6 @@ class Verdict(NamedTuple):
       newcomers: those of processes that have come in.
       failed: why the message has failed in a process, or ''.
       changes: how often members have begun anew to send messages.
-      turn: how often these members have, from 0.
       place: where in the training newcomers begin: the steps of each method, and the
         number of messages that have left before the next step.
     """
@@ -41,7 +40,6 @@ class Verdict(NamedTuple):
     newcomers: Mapping[int, int]
     failed: str
     changes: int
-    turn: int
     place: Mapping[str, Any]
 
     @property

@@ -11,7 +11,7 @@ import itertools
 import json
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,8 +54,6 @@ class Members:
         self._members: dict[int, int] = {}  # the incarnation of each process
         self._number = 0  # of the next verdict
         self._changes = 0  # how often the members have changed
-        # Of process 0: how often messages have begun among these processes.
-        self._turns: Counter[tuple[int, ...]] = Counter()
         self._names: deque[str] = deque()  # of what was heard
         self.is_closed = False
         self._watching = threading.Thread(target=self._watch, daemon=True)
@@ -235,15 +233,12 @@ class Members:
         members = dict(sorted({**stay, **newcomers}.items()))
         lost = {p: x for p, x in self._members.items() if p not in stay}
         is_change = bool(lost or newcomers or failed)
-        if is_change or not self._members:
-            self._turns[tuple(members)] += 1
         told = {
             "members": members,
             "lost": lost,
             "newcomers": newcomers,
             "failed": failed,
             "changes": self._changes + is_change,
-            "turn": self._turns[tuple(members)] - 1,
             "place": dict(place),
             "number": self._number,
         }
@@ -280,7 +275,6 @@ class Members:
             newcomers=_with_numbers(told["newcomers"]),
             failed=told["failed"],
             changes=self._changes,
-            turn=told["turn"],
             place=told["place"],
         )
 

@@ -28,7 +28,7 @@ class Twin:
       grid: the workers.
       meetings: of the workers.
       live: the processes whose workers it has, by number. Defaults to all.
-      turn: the number of the set of processes, from 0, see `partners`.
+      turn: see `partners`.
     """
 
     def __init__(
@@ -136,51 +136,56 @@ def partners(devices: np.ndarray, turn: int = 0) -> dict[jax.Device, jax.Device]
 
     Args:
       devices: those that train.
-      turn: a number. As far as CPU devices suffice, each has partners that no other one
-        has: gloo knows connections by their devices, and keeps those to a lost process.
+      turn: a number below `turns`. Each has partners that no other one has: gloo knows
+        connections by their devices, and keeps those to a lost process. The next turn has
+        none in common with this one: a message to a process that is off the network may
+        hold its device for long.
 
     Raises:
       ValueError: too few CPU devices in a process.
     """
-    used = set(devices.flat)
+    rows = {process: _rows_beside(process, devices) for process in processes_of(devices)}
+    count = min(map(len, rows.values()))
     found: dict[jax.Device, jax.Device] = {}
-    for process in processes_of(devices):
+    digit = 0
+    higher = turn // count
+    for process, own_rows in rows.items():
         own = [device for device in devices.flat if device.process_index == process]
-        spare = _spare(process, used)
-        is_alone = jax.process_count() == 1 and own[0].platform == "cpu"
-        if len(spare) < len(own) and is_alone:
-            spare = own
-        if len(spare) < len(own):
-            needed = len(own) * (2 if own[0].platform == "cpu" else 1)
-            raise ValueError(
-                "exchanges beside the training need a CPU device for each of the "
-                f"{len(own)} devices of a process, got {len(spare)}: call "
-                f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax starts'
-            )
-        turn, row = divmod(turn, len(spare) // len(own))
-        found |= dict(zip(own, spare[row * len(own) :]))
+        found |= zip(own, own_rows[(turn + digit) % count])
+        higher, digit = divmod(higher, count)
     return found
 
 
-def turns(grid: Grid, live: Collection[int]) -> float:
-    """The number of different `partners` of some processes."""
-    # A single one connects to no other.
-    if len(live) == 1:
-        return math.inf
-    used = set(grid.mesh.devices.flat)
-    each = len(used) // len(processes_of(grid.mesh.devices))
-    return math.prod(len(_spare(process, used)) // each for process in live)
+def turns(devices: np.ndarray) -> float:
+    """The number of different `partners` of devices."""
+    rows = [len(_rows_beside(process, devices)) for process in processes_of(devices)]
+    # A single process connects to no other.
+    return min(rows) ** len(rows) if len(rows) > 1 else math.inf
+
+
+def _rows_beside(process: int, devices: np.ndarray) -> list[list[jax.Device]]:
+    """The CPU devices of a process beside its own, in rows of as many."""
+    used = set(devices.flat)
+    own = [device for device in devices.flat if device.process_index == process]
+    all_here = [d for d in jax.devices("cpu") if d.process_index == process]
+    spare = [device for device in all_here if device not in used]
+    is_alone = jax.process_count() == 1 and own[0].platform == "cpu"
+    if len(spare) < len(own) and is_alone:
+        return [own]
+    if len(spare) < len(own):
+        needed = len(own) * (2 if own[0].platform == "cpu" else 1)
+        raise ValueError(
+            "exchanges beside the training need a CPU device for each of the "
+            f"{len(own)} devices of a process, got {len(spare)}: call "
+            f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax starts'
+        )
+    count = len(spare) // len(own)
+    return [spare[i * len(own) : (i + 1) * len(own)] for i in range(count)]
 
 
 def processes_of(devices: np.ndarray) -> list[int]:
     """The numbers of the processes of devices, in order."""
     return sorted({device.process_index for device in devices.flat})
-
-
-def _spare(process: int, used: Collection[jax.Device]) -> list[jax.Device]:
-    """The CPU devices of a process beside those that are used."""
-    own = [device for device in jax.devices("cpu") if device.process_index == process]
-    return [device for device in own if device not in used]
 
 
 def _moved(tree: Tree, source: Grid, target: Grid, to: Partners) -> Tree:

@@ -60,7 +60,7 @@ from lsgd_jax._src.workers.transfer import (
     read,
     split,
 )
-from lsgd_jax._src.workers.twin import Twin, turns
+from lsgd_jax._src.workers.twin import Twin, among, turns
 
 
 Keys = Literal["split", "copy"]
@@ -383,8 +383,8 @@ class Workers:
         has what else such a loop needs. It takes several processes with
         ``jax_enable_recoverability``, whose process 0, with jax's service, must live, and a
         delay for all pulls between processes. Each change takes CPU devices that no message
-        has used: with k for each device that trains, the same n processes can begin to send
-        k^n times. A node is lost as a whole.
+        has connected: with k for each device that trains, n processes go on after k^n - 1
+        changes. A node is lost as a whole.
 
         Args:
           step: what `around` returned.
@@ -497,9 +497,9 @@ class Workers:
 
         def twin_of(verdict: Verdict) -> Twin | None:
             live = verdict.members
-            if verdict.turn >= turns(self._grid, live):
+            if verdict.changes >= turns(among(self._grid, live).mesh.devices):
                 return None
-            self._twin = Twin(self._grid, self._meetings, live, verdict.turn)
+            self._twin = Twin(self._grid, self._meetings, live, verdict.changes)
             return self._twin
 
         def crew_of(senders: Sequence[PullsBeside]) -> Crew:

@@ -92,7 +92,7 @@ class Connection(dict):
 
 class Twin:
     def __init__(self, verdict):
-        self.key = (Connection(verdict.members), verdict.turn)
+        self.key = (Connection(verdict.members), verdict.changes)
         self.num_workers = len(verdict.members)
 
 

@@ -289,8 +289,8 @@ def test_no_option_of_a_command_is_one_of_the_trainer(options, common):
         ('{"method": "easgd", "method.name": "sgp"}', "method.name is given twice"),
         ('{"experiment": "text"}', "--config is of 'text', not of 'digits'"),
         (
-            '{"method.late": "shift"}',
-            "with `method.late`, which must be 'pull' now, got method.late=\"shift\"",
+            '{"method.judged_by": "peers"}',
+            "with `method.judged_by`, which must be 'own' now, got method.judged_by=\"peer",
         ),
         ('{"data": {"padding": 2}}', "`data.padding` must be left out with data.name"),
     ],

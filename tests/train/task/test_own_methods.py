@@ -260,7 +260,7 @@ def test_python_m_train_finds_a_module_in_the_current_folder(tmp_path):
 
 
 def test_the_command_of_the_page_on_rules_finds_its_method(tmp_path):
-    page = (ROOT / "docs" / "writing_a_rule.md").read_text()
+    page = (ROOT / "docs" / "writing_a_rule.md").read_text().replace("\\\n", "")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)
     (tmp_path / "median.py").write_text("\n".join(blocks))
     (line,) = re.findall(r"^python -m train (.*--method median:median.*)$", page, re.M)
