@@ -158,6 +158,10 @@ class Crew:
         self._in_flight: deque[SentMessage] = deque()
         self._failure: LoopEnded | None = None
         self._place: dict[str, Any] = {}
+        self._again: dict[str, Any] | None = (
+            None  # the place of a message that leaves again
+        )
+        self._changing: Future[None] | None = None
         self._gathered = 0  # calls of `gather` since the last step
         self._missed = 0  # messages of the first step that left before this process came
         # Those of the last verdict, and of the members whose devices the pulls use.
@@ -219,7 +223,8 @@ class Crew:
         """
         self._place = {"counts": list(counts), "sent": 0}
         self._gathered = 0
-        self._take_known()
+        if self._changing is None or self._changing.done():
+            self._take_known(in_thread=True)
         self._check()
 
     def _check(self) -> None:
@@ -228,6 +233,7 @@ class Crew:
 
     def has_left(self) -> bool:
         """Whether the next message has left before this process came."""
+        self._wait_for_change()
         if self._missed == 0:
             return False
         self._missed -= 1
@@ -236,18 +242,19 @@ class Crew:
 
     def sent(self, sender: Sender, k: int, before: Any, t: int, round: int | None) -> None:
         """Notes a message that was sent."""
+        place = self._place if self._again is None else self._again
         message = SentMessage(
             sender=sender,
             k=k,
             before=before,
             t=t,
             round=round,
-            place=dict(self._place),
+            place=dict(place),
             changes=self._boarded,
             results=sender.away[k],
             verdict=Future(),
         )
-        self._place["sent"] += 1
+        place["sent"] += 1
         self._in_flight.append(message)
         self._to_judge.put(message)
 
@@ -263,6 +270,7 @@ class Crew:
 
     def wait_for_messages(self) -> None:
         """Waits until all messages count."""
+        self._wait_for_change()
         while self._in_flight:
             self._take(self._in_flight[0])
 
@@ -290,6 +298,7 @@ class Crew:
 
         A newcomer gets what was said while it did not live.
         """
+        self._wait_for_change()
         steps = "-".join(map(str, self._place["counts"]))
         self._gathered += 1
         name = f"{steps}-{self._gathered}"
@@ -333,19 +342,49 @@ class Crew:
         after = place | {"sent": place["sent"] + 1}
         return self._judges.judge(place, after, message.results)
 
-    def _take_known(self) -> None:
-        """Follows the verdicts that are there."""
+    def _take_known(self, in_thread: bool = False) -> None:
+        """Follows the verdicts that are there.
+
+        in_thread: whether steps go on during a change, until a message leaves or lands.
+        """
+        self._wait_for_change()
         while self._in_flight and self._in_flight[0].verdict.done():
-            self._take(self._in_flight[0])
+            verdict = self._taken(self._in_flight[0])
+            if verdict.is_change and in_thread:
+                self._changing = Future()
+                threading.Thread(target=self._change_in_thread, args=[verdict]).start()
+                return
+            if verdict.is_change:
+                self._change(verdict)
 
     def _take(self, message: SentMessage) -> None:
         """Waits for the verdict about the first message in flight, and follows it."""
+        verdict = self._taken(message)
+        if verdict.is_change:
+            self._change(verdict)
+
+    def _taken(self, message: SentMessage) -> Verdict:
+        """The verdict about the first message in flight, which is in flight no more."""
         verdict = message.verdict.result()
         if verdict.counts:
             self._in_flight.popleft()
             self._failures = 0
-        if verdict.is_change:
+        return verdict
+
+    def _change_in_thread(self, verdict: Verdict) -> None:
+        changing: Any = self._changing
+        try:
             self._change(verdict)
+        except BaseException as error:
+            changing.set_exception(error)
+        else:
+            changing.set_result(None)
+
+    def _wait_for_change(self) -> None:
+        """Waits until messages leave among the new members."""
+        if self._changing is not None:
+            self._changing.result()
+            self._changing = None
 
     def _change(self, verdict: Verdict) -> None:
         """Goes on among those that live, from the states before the messages in flight."""
@@ -355,14 +394,13 @@ class Crew:
             message.sender.away[message.k] = message.before
         before = [dict(sender.away) for sender in self._senders]
         self._settle(verdict, self._twin, before)
-        now = self._place
         for message in again:
             if self._failure is not None:
                 message.sender.land_nothing(message.k)
             else:
-                self._place = dict(message.place)
+                self._again = dict(message.place)
                 message.sender.send_one(message.k, message.t, message.round)
-        self._place = now
+        self._again = None
 
     def _settle(
         self,
