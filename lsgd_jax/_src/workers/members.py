@@ -148,7 +148,8 @@ class Members:
         if self._me == 0:
             done = self._told("done", number)
             failed = next((error for error in done.values() if error), "")
-            stay = {p: x for p, x in self._members.items() if p not in self._lost()}
+            lost = self._lost()
+            stay = {p: x for p, x in self._members.items() if p not in lost}
             counts = not failed and len(stay) == len(self._members)
             place = after if counts else before
             told = self._decided(stay, place, failed, admits)
@@ -250,8 +251,9 @@ class Members:
         """The processes that want to come in and live."""
         found = {}
         for process, incarnation in self._told("join").items():
-            self._delete("join", process)
+            # Otherwise it is lost, or was not seen yet.
             if self._live.get(process) == incarnation:
+                self._delete("join", process)
                 found[process] = incarnation
         return found
 
