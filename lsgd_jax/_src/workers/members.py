@@ -332,7 +332,15 @@ def _with_numbers(members: Mapping[Any, int]) -> dict[int, int]:
 
 def check_may_lose(methods: Sequence[Exchange], grid: Grid) -> None:
     """Raises ValueError unless a loop with these methods can lose a process."""
-    processes = processes_of(grid.mesh.devices)
+    devices = grid.mesh.devices
+    processes = processes_of(devices)
+    if devices.size > len(processes):
+        # XLA starts no program of several CPU devices of a process while an earlier one
+        # waits, such as for a lost process.
+        raise ValueError(
+            "`min_workers` must be left out unless each process trains on one device, got "
+            f"{devices.size} devices in {len(processes)} processes"
+        )
     for process in processes:
         among(grid, set(processes) - {process} or {process})
     for pull in (pull for method in methods for pull in method.pulls):

@@ -384,7 +384,7 @@ class Workers:
         ``jax_enable_recoverability``, whose process 0, with jax's service, must live, and a
         delay for all pulls between processes. Each change takes CPU devices that no message
         has connected: with k for each device that trains, n processes go on after k^n - 1
-        changes. A node is lost as a whole.
+        changes. A process trains on one device, and a node is lost as a whole.
 
         Args:
           step: what `around` returned.

@@ -29,20 +29,21 @@ def alone(monkeypatch):
 
 def test_without_a_loss_numbers_are_those_of_any_loop_beside(alone):
     train = lj.around(update, lj.diloco(4, delay=2, wire="int8"))
-    workers = lj.Workers(2, 2, devices=jax.devices()[:4])
+    workers = lj.Workers(2, 2, devices=jax.devices()[:1])
+    other_workers = lj.Workers(2, 2, devices=jax.devices()[:1])
     run = workers.loop(train, donate=0, beside=True, min_workers=2)
-    other = WORKERS.loop(train, donate=0, beside=True)
+    other = other_workers.loop(train, donate=0, beside=True)
     state = run.begin(begun(train, workers, start))
-    expected = begun(train, WORKERS, start)
+    expected = begun(train, other_workers, start)
     for t, target in enumerate(targets_of(4), start=1):
         results = run(state, workers.put(target))
         state = state_in(results)
-        expected = state_in(other(expected, WORKERS.put(target)))
+        expected = state_in(other(expected, other_workers.put(target)))
         jax.tree.map(np.testing.assert_array_equal, run.settled(state), expected)
         assert (run.steps, run.num_workers) == (t, 4)
     mean = run.consensus(state.state)
     jax.tree.map(
-        np.testing.assert_allclose, mean, WORKERS.fetch(lj.consensus(expected.state))
+        np.testing.assert_allclose, mean, other_workers.fetch(lj.consensus(expected.state))
     )
     for x, y in zip(*map(jax.tree.leaves, workers.fetch((state.state, expected.state)))):
         np.testing.assert_array_equal(x, y)
@@ -121,6 +122,11 @@ def test_workers_that_live_are_a_grid(processes, live, nodes, locals, monkeypatc
     assert {device.process_index for device in found.mesh.devices.flat} == live
 
 
+def test_a_process_trains_on_one_device():
+    with pytest.raises(ValueError, match="one device, got 4 devices in 1 processes"):
+        check_may_lose([], WORKERS._grid)
+
+
 def method_of(method):
     return lj.around(update, method).methods[0].method
 
@@ -133,7 +139,7 @@ def method_of(method):
     ],
 )
 def test_messages_of_lost_processes_have_a_delay(make, says, monkeypatch):
-    own = WORKERS._grid
+    own = lj.Workers(1, 2, devices=jax.devices()[:1])._grid
     connects = "lsgd_jax._src.workers.members._connects_processes"
     monkeypatch.setattr(connects, lambda axes, grid: True)
     with pytest.raises(ValueError, match=says):
@@ -152,8 +158,9 @@ def test_messages_of_lost_processes_have_a_delay(make, says, monkeypatch):
 )
 def test_wrong_numbers_of_workers_are_refused(options, says):
     train = lj.around(update, lj.local_sgd(4, delay=1))
+    workers = lj.Workers(2, 2, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match=says):
-        WORKERS.loop(train, **options)
+        workers.loop(train, **options)
 
 
 def test_consensus_is_for_processes_that_may_be_lost():
