@@ -173,7 +173,8 @@ def test_an_experiment_is_compiled_for_a_pod(options, package, capsys):
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/pods.md"
-COMMANDS = re.findall(r"^python -m train\.(\w+) (.*)$", PAGE.read_text(), re.M)
+LINES = PAGE.read_text().replace("\\\n", "")  # a command may have several
+COMMANDS = re.findall(r"^python -m train\.(\w+) (.*)$", LINES, re.M)
 
 
 @pytest.mark.aot
