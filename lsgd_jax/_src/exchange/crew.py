@@ -2,9 +2,10 @@
 
 Messages travel beside the steps, so a lost process ends no program of the devices that
 train. After each message all processes agree on who lives. If none was lost, the message
-counts. Otherwise it changes nothing, and leaves again among those that live, on CPU devices
-that no message has used. A process that starts again takes what all workers have in common
-from the others, and begins at the step of the last message.
+counts. Otherwise it changes nothing, and leaves again among those that live, on other CPU
+devices, while steps go on until a message leaves or lands. A process that starts again
+takes what all workers have in common from the others, and begins at the step of the last
+message.
 """
 
 import queue
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 
-LOOK_S = 0.005  # between two looks at what others have said
+LOOK_S = 0.01  # between two looks at results, or at what others have said
 MOST_FAILURES = 3  # of messages in a row, and no process is lost
 
 
@@ -224,7 +225,7 @@ class Crew:
         self._place = {"counts": list(counts), "sent": 0}
         self._gathered = 0
         if self._changing is None or self._changing.done():
-            self._take_known(in_thread=True)
+            self._follow_known(in_thread=True)
         self._check()
 
     def _check(self) -> None:
@@ -260,19 +261,19 @@ class Crew:
 
     def has_settled(self, sender: Sender, ks: Sequence[int]) -> bool:
         """Whether the messages of these states count, as far as it is known now."""
-        self._take_known()
+        self._follow_known()
         return not any(each.sender is sender and each.k in ks for each in self._in_flight)
 
     def wait_for(self, sender: Sender, ks: Sequence[int]) -> None:
         """Waits until the messages of these states count."""
         while not self.has_settled(sender, ks):
-            self._take(self._in_flight[0])
+            self._follow_next()
 
     def wait_for_messages(self) -> None:
         """Waits until all messages count."""
         self._wait_for_change()
         while self._in_flight:
-            self._take(self._in_flight[0])
+            self._follow_next()
 
     def compute(self, run: Callable[[Any], Any]) -> Any:
         """The results of a program of all workers that live.
@@ -306,7 +307,7 @@ class Crew:
         heard = None
         while heard is None:
             # Others may have to let a newcomer in first.
-            self._take_known()
+            self._follow_known()
             self._check()
             assert self.verdict is not None
             heard = self._judges.heard(name, self.verdict.members)
@@ -342,14 +343,14 @@ class Crew:
         after = place | {"sent": place["sent"] + 1}
         return self._judges.judge(place, after, message.results)
 
-    def _take_known(self, in_thread: bool = False) -> None:
+    def _follow_known(self, in_thread: bool = False) -> None:
         """Follows the verdicts that are there.
 
         in_thread: whether steps go on during a change, until a message leaves or lands.
         """
         self._wait_for_change()
         while self._in_flight and self._in_flight[0].verdict.done():
-            verdict = self._taken(self._in_flight[0])
+            verdict = self._next_verdict()
             if verdict.is_change and in_thread:
                 self._changing = Future()
                 threading.Thread(target=self._change_in_thread, args=[verdict]).start()
@@ -357,15 +358,15 @@ class Crew:
             if verdict.is_change:
                 self._change(verdict)
 
-    def _take(self, message: SentMessage) -> None:
+    def _follow_next(self) -> None:
         """Waits for the verdict about the first message in flight, and follows it."""
-        verdict = self._taken(message)
+        verdict = self._next_verdict()
         if verdict.is_change:
             self._change(verdict)
 
-    def _taken(self, message: SentMessage) -> Verdict:
-        """The verdict about the first message in flight, which is in flight no more."""
-        verdict = message.verdict.result()
+    def _next_verdict(self) -> Verdict:
+        """The verdict about the first message in flight. If it counts, it has arrived."""
+        verdict = self._in_flight[0].verdict.result()
         if verdict.counts:
             self._in_flight.popleft()
             self._failures = 0

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax._src import distributed  # the service has no public name
 
-from lsgd_jax._src.exchange.crew import LoopEnded, Verdict, error_of
+from lsgd_jax._src.exchange.crew import LOOK_S, LoopEnded, Verdict, error_of
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import Group
@@ -27,7 +27,6 @@ from lsgd_jax._src.workers.spmd import Grid
 from lsgd_jax._src.workers.twin import among, name_of, processes_of
 
 
-LOOK_S = 0.01  # between two looks at results, or at what others have told
 WATCH_S = 0.5  # between two questions about who lives
 KEPT = 100  # verdicts, and what was heard: a newcomer may be late
 PATIENCE_MS = 60_000  # of one question to the service; it is asked again
@@ -132,19 +131,13 @@ class Members:
         """
         number = self._number
         has_told = False
-
-        def is_over() -> bool:
-            nonlocal has_told
+        while True:
             if not has_told and is_known(results):
                 self._tell(str(error_of(results) or ""), "done", number, self._me)
                 has_told = True
-            if self._me:
-                return has_told or self._read("verdict", number) is not None
-            return bool(self._lost()) or self._told("done", number).keys() >= {
-                *self._members
-            }
-
-        self._wait_until(is_over)
+            if self._may_decide(number, has_told):
+                break
+            time.sleep(LOOK_S)
         if self._me == 0:
             done = self._told("done", number)
             failed = next((error for error in done.values() if error), "")
@@ -159,6 +152,14 @@ class Members:
             # By then all members have read it.
             self._delete("verdict", number - KEPT)
         return self._enter(self._awaited("verdict", number))
+
+    def _may_decide(self, number: int, has_told: bool) -> bool:
+        """Whether process 0 can decide, or another one may wait for its verdict."""
+        if self._me:
+            return has_told or self._read("verdict", number) is not None
+        return (
+            bool(self._lost()) or self._told("done", number).keys() >= self._members.keys()
+        )
 
     def say(self, name: str, value: Any) -> None:
         """Says something to all members.
