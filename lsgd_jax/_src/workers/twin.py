@@ -27,7 +27,7 @@ class Twin:
     Args:
       grid: the workers.
       meetings: of the workers.
-      live: the processes whose workers it has, by number. Defaults to all.
+      own: those of the workers that it has, see `among`. Defaults to all.
       turn: see `partners`.
     """
 
@@ -35,12 +35,12 @@ class Twin:
         self,
         grid: Grid,
         meetings: Meetings,
-        live: Collection[int] | None = None,
+        own: Grid | None = None,
         turn: int = 0,
     ):
         self._home = grid
         self._meetings = meetings
-        own = grid if live is None else among(grid, live)
+        own = own or grid
         self.partners = partners(own.mesh.devices, turn)
         devices = np.vectorize(self.partners.get, otypes=[object])(own.mesh.devices)
         mesh = Mesh(devices, own.mesh.axis_names, axis_types=own.mesh.axis_types)

@@ -496,10 +496,10 @@ class Workers:
         members = Members.of_jax()
 
         def twin_of(verdict: Verdict) -> Twin | None:
-            live = verdict.members
-            if verdict.changes >= turns(among(self._grid, live).mesh.devices):
+            own = among(self._grid, verdict.members)
+            if verdict.changes >= turns(own.mesh.devices):
                 return None
-            self._twin = Twin(self._grid, self._meetings, live, verdict.changes)
+            self._twin = Twin(self._grid, self._meetings, own, verdict.changes)
             return self._twin
 
         def crew_of(senders: Sequence[PullsBeside]) -> Crew:
