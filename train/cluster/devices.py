@@ -20,8 +20,8 @@ def provide(count: int, processes: int = 1, beside: bool = False) -> None:
     Args:
       count: devices of the run: one per worker, or per shard of a worker.
       processes: processes of the run. Each one provides its share.
-      beside: whether exchanges travel beside the steps, among several processes. Then each
-        device gets another one of a CPU beside it.
+      beside: whether exchanges may travel beside the steps, among several processes. Then
+        each device gets another one of a CPU beside it.
 
     Raises:
       ValueError: JAX_PLATFORMS names devices that do not exist here.

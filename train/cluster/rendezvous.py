@@ -73,7 +73,7 @@ def join(config: Config) -> Session:
     # process on CPUs that does not know it has one device.
     devices = config.workers.devices
     processes = started.arguments.get("num_processes", devices)
-    provide(devices, processes, config.beside)
+    provide(devices, processes, config.may_send_beside)
     session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:

@@ -401,9 +401,10 @@ class Config:
     # accelerators, where a delayed message travels while the gradient is computed.
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Send messages of a method with a delay beside the steps, on CPU devices of their own,
-    # while whole steps run: for processes on a slow network. All numbers are those of the
-    # same delay inside the step.
-    beside: Annotated[bool, FREE, LOCK_STEP] = False
+    # while whole steps run. All numbers are those of the same delay inside the step. By
+    # default they travel beside where processes lie between the workers (on accelerators:
+    # hosts or slices, and with a delay of more than one step), if the settings allow it.
+    beside: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker. Steps that
     # compute no gradient (palsgd) do not count.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
@@ -428,6 +429,19 @@ class Config:
     distributed: Annotated[DistributedConfig, LOCK_STEP, LOCAL] = DistributedConfig()
     # Ray: asynchronous workers, or processes in lock step.
     ray: Annotated[RayConfig, FREE] = RayConfig()
+
+    @property
+    def may_send_beside(self) -> bool:
+        """Whether messages may travel beside the steps, as far as settings tell.
+
+        >>> late = methods.make("diloco", delay=2)
+        >>> Config(name="a", model="cnn7", method=late).may_send_beside
+        True
+        """
+        if self.beside is not None:
+            return self.beside
+        is_whole = self.static_phases is not None or self.batch_statistics == "average"
+        return bool(getattr(self.method, "delay", 0)) and not is_whole
 
     def __post_init__(self):
         values = fields(self)

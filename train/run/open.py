@@ -101,7 +101,7 @@ class Run:
             start.step,
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
-            at_home=experiment.at_home if config.beside else None,
+            at_home=None if experiment.waited is None else experiment.at_home,
             measures=functools.partial(measures_distances, config, session),
         )
         self.stop_signals = StopSignals(session)

@@ -431,30 +431,38 @@ class Experiment(BaseExperiment):
 
     def __init__(self, config: Config, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        self.pulls_beside = self._pulls_beside() if config.beside else None
+        self.pulls_beside = self._pulls_beside()
 
     def _pulls_beside(self) -> Any:
-        """The delayed pulls, beside.
+        """The delayed pulls, if their messages travel beside the steps, or None.
 
         Raises:
-          ValueError: the settings do not allow it.
+          ValueError: they must, and the settings do not allow it.
         """
-        if self.method is None:
+        config = self._config
+        method = self.method
+        if config.beside is None:
+            may = config.may_send_beside and method is not None
+            if not may or not self.workers.travels_beside(method):
+                return None
+        if config.beside is False:
+            return None
+        if method is None:
             raise ValueError(
                 "`beside` must be False for a method that exchanges no parameters, got "
-                f"method={self._config.method.name}"
+                f"method={config.method.name}"
             )
-        if self._config.static_phases is not None:
+        if config.static_phases is not None:
             raise ValueError(
                 "`static_phases` must be left out with beside, got "
-                f"static_phases={self._config.static_phases}"
+                f"static_phases={config.static_phases}"
             )
-        if self._config.batch_statistics == "average":
+        if config.batch_statistics == "average":
             raise ValueError(
                 "`beside` must be False with batch_statistics=average, whose mean would "
                 "wait for messages"
             )
-        return self.workers.beside(self.method)
+        return self.workers.beside(method)
 
     @property
     def waited(self) -> float | None:
@@ -466,7 +474,8 @@ class Experiment(BaseExperiment):
         return self.pulls_beside.back(tree)
 
     def __str__(self) -> str:
-        return str(self.workers)
+        where = "" if self.pulls_beside is None else ", messages beside the steps"
+        return f"{self.workers}{where}"
 
     def init(self) -> TrainState:
         start = self.task.first_variables()
