@@ -9,6 +9,7 @@ import jax
 import lsgd_jax as lj
 from train.cluster.session import is_of_xla
 from train.cluster.started import Started
+from train.config.schema import Config
 
 
 def provide(count: int, processes: int = 1, beside: bool = False) -> None:
@@ -35,6 +36,23 @@ def provide(count: int, processes: int = 1, beside: bool = False) -> None:
             own = max(1, count // processes)
             lj.emulate_devices(2 * own if beside and processes > 1 else own)
     check_platforms()
+
+
+def one_each(config: Config) -> list[jax.Device] | None:
+    """One device of each process, if its workers should share it; otherwise None.
+
+    XLA starts no step on several CPU devices of a process while a message of others waits,
+    so messages could not travel beside such steps.
+    """
+    processes = jax.process_count()
+    grid = config.workers
+    has_whole_workers = grid.devices_each == 1 and grid.fits(processes)
+    devices = jax.devices()
+    if processes == 1 or devices[0].platform != "cpu":
+        return None
+    if not (config.may_send_beside and has_whole_workers):
+        return None
+    return list({device.process_index: device for device in reversed(devices)}.values())
 
 
 def leave_to_workers() -> None:

@@ -230,6 +230,15 @@ class WorkersConfig:
         """The number of devices when no two workers share one."""
         return self.nodes * self.locals * self.devices_each
 
+    def fits(self, places: int) -> bool:
+        """Whether so many places can have whole nodes, or equal parts of a node, each.
+
+        >>> WorkersConfig(nodes=2, locals=4).fits(4), WorkersConfig(nodes=3).fits(2)
+        (True, False)
+        """
+        each, rest = divmod(places, self.nodes)
+        return self.nodes % places == 0 or (rest == 0 and self.locals % each == 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:

@@ -103,6 +103,7 @@ class Run:
             closes=lambda step: min(-(-step // every) * every, config.steps),
             at_home=None if experiment.waited is None else experiment.at_home,
             measures=functools.partial(measures_distances, config, session),
+            around_exchanges=not session.has_others,
         )
         self.stop_signals = StopSignals(session)
 
@@ -216,10 +217,10 @@ def open_run(config: Config, session: Session | None = None) -> Run:
 
 
 def measures_distances(config: Config, session: Session, step: int) -> bool:
-    """Whether the distances between workers are measured before a report at this step.
+    """Whether the distance between workers is measured before a report at this step.
 
-    They send as much as exchanges do. So among several processes they are measured as
-    often as the center is tested, which sends the parameters, too.
+    It sends as much as an exchange. So among several processes it is measured as often as
+    the center is tested, which sends the parameters, too, and never around exchanges.
     """
     if session.num_processes == 1 or step >= config.steps:
         return True

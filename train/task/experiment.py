@@ -14,6 +14,7 @@ import optax
 from jax import Array
 
 import lsgd_jax as lj
+from train.cluster.devices import one_each
 from train.cluster.session import Session
 from train.config.schema import Config
 from train.data.arrays import DataError
@@ -294,6 +295,8 @@ class BaseExperiment(abc.ABC):
         session = session or Session()
         # Asynchronous workers have devices of their own, in other processes.
         axes = {} if config.method.is_asynchronous else grid.axes
+        if devices is None:
+            devices = one_each(config)
         self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)
         session.connect(self.workers.mesh)
         self.task = Task(config, dataset, self.workers, warn, session)

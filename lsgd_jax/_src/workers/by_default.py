@@ -11,7 +11,7 @@ from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.wire.collectives import unsplit
 from lsgd_jax._src.wire.group import Group
 from lsgd_jax._src.workers.spmd import Grid
-from lsgd_jax._src.workers.twin import name_of, partners
+from lsgd_jax._src.workers.twin import name_of, partners, processes_of
 
 
 def travels_beside(methods: Sequence[Exchange], grid: Grid) -> bool:
@@ -36,8 +36,14 @@ def travels_beside(methods: Sequence[Exchange], grid: Grid) -> bool:
 def _are_far(methods: Sequence[Exchange], grid: Grid) -> bool:
     """Whether delayed messages take a link that a step does not hide."""
     delayed = [pull for method in methods for pull in method.pulls if pull.delay]
-    if grid.mesh.devices.flat[0].platform == "cpu":
-        return any(_connects(pull.rule.axes, grid, _process_of) for pull in delayed)
+    devices = grid.mesh.devices
+    if devices.flat[0].platform == "cpu":
+        # XLA starts no step on several CPU devices of a process while a message of others
+        # waits there.
+        is_free = devices.size == len(processes_of(devices))
+        return is_free and any(
+            _connects(pull.rule.axes, grid, _process_of) for pull in delayed
+        )
     # XLA hides a message behind the gradient of one step.
     return all(
         pull.delay > 1 and _connects(pull.rule.axes, grid, _host_of) for pull in delayed

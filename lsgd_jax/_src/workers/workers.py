@@ -470,12 +470,11 @@ class Workers:
     def travels_beside(self, method: Exchange) -> bool:
         """Whether delayed messages of a method travel beside the steps by default.
 
-        They do if they take a link between processes, the method and its settings allow it,
-        and each process has a CPU device for each of its devices that train. On
-        accelerators all of them must take a link between hosts, or slices of TPUs, and have
-        a delay of more than one step: XLA hides other messages inside the step.
-
-        A single process never does.
+        They do if they take a link between processes, the method allows it, and each
+        process has a CPU device for each of its devices that train. On CPUs a process must
+        train on one device: XLA starts no step on several of them while a message waits.
+        On accelerators all delayed messages must take a link between hosts, or slices of
+        TPUs, and have a delay of more than one step: XLA hides others inside the step.
 
         >>> import lsgd_jax as lj
         >>> lj.Workers(nodes=1, locals=2).travels_beside(lj.diloco(period=8, delay=4))
