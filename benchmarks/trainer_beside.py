@@ -103,12 +103,11 @@ def main() -> None:
     head("exchange", "training, s", "times", "waited, s", "on the clock, s")
     quiet = statistics.median(each["training"] for each in found[options.only[0]][1:])
     for name, runs in found.items():
-        measured = {
-            x: [each[x] for each in runs[1:]] for x in ("training", "waited", "clock")
-        }
-        times = f"{statistics.median(measured['training']) / quiet:.2f}"
-        waited = f"{statistics.median(measured['waited']):.1f}"
-        row(name, summary(measured["training"]), times, waited, summary(measured["clock"]))
+        training = [each["training"] for each in runs[1:]]
+        waited = statistics.median(each["waited"] for each in runs[1:])
+        clock = [each["clock"] for each in runs[1:]]
+        times = f"{statistics.median(training) / quiet:.2f}"
+        row(name, summary(training), times, f"{waited:.1f}", summary(clock))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def test_messages_travel_beside_where_they_take_a_slow_link(
     mesh = SimpleNamespace(devices=np.array(training), axis_names=names)
     workers = lj.Workers(2, 2, devices=WORKERS.mesh.devices.flat[:1].tolist())
     workers._grid = WORKERS._grid._replace(mesh=mesh)
-    assert workers.travels_beside(method) is expected
+    # A process on CPUs has one device that trains.
+    assert workers.travels_beside(method) is (expected and (has_slots or platform == "gpu"))
 
 
 def test_one_process_exchanges_in_the_step():
