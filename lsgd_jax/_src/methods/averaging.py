@@ -73,8 +73,8 @@ def local_sgd(
       y_i \leftarrow m y_i + (1 - m) \frac{1}{W} \sum_j y_j
       \quad \text{if } t \bmod \tau = 0,
 
-    τ the `period` and m the `mixing`. A worker whose y or loss is not finite is left out of the mean and
-    takes it whole. Post-local SGD is
+    τ the `period` and m the `mixing`. A worker whose y or loss is not finite is left out of
+    the mean and takes it whole. Post-local SGD is
     ``optax.chain(allreduce(until=s), base, local_sgd(period))``.
 
     Args:
