@@ -404,6 +404,11 @@ class Config:
     # while whole steps run: for processes on a slow network. All numbers are those of the
     # same delay inside the step.
     beside: Annotated[bool, FREE, LOCK_STEP] = False
+    # Go on without processes that are lost, with at least this many workers, and take back
+    # those that start again; with --beside. Process 0 must live, and tests. Each process
+    # saves and logs its own workers, in a folder below that of process 0. By default a lost
+    # process ends the run.
+    min_workers: Annotated[int | None, COUNT, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker. Steps that
     # compute no gradient (palsgd) do not count.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
@@ -549,6 +554,14 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "data.crop", "at most 32 with cifar10", fits
     both = bool(config.data.source) == bool(config.data.target)
     yield "data.target", "given with data.source, and only then", both
+
+    least = config.min_workers
+    is_some = least is None or least <= grid.nodes * grid.locals
+    yield "min_workers", "at most the number of workers", is_some
+    rule = "left out unless messages travel beside the steps (--beside)"
+    yield "min_workers", rule, least is None or config.beside
+    rule = "left out with ray.processes, which Ray restarts"
+    yield "min_workers", rule, least is None or config.ray.processes is None
 
     own = config.distributed
     ray = config.ray

@@ -1,5 +1,6 @@
 """Opening a run: everything that training needs, before the first step."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -9,7 +10,7 @@ from typing import Any
 import lsgd_jax as lj
 from train.cluster import shared_folder
 from train.cluster.session import Session
-from train.cluster.signals import StopSignals
+from train.cluster.signals import StopSignals, StopTogether
 from train.config import settings
 from train.config.schema import Config, fields
 from train.metrics import log, trackers
@@ -37,8 +38,19 @@ from train.task.forward import Check
 MANY = 128  # workers per process above which placing them takes a while
 
 
+def late_elections(experiment: BaseExperiment) -> list[int]:
+    """The steps after an election at which the leader of each pull is known.
+
+    Where processes may be lost, it is known when the message has landed.
+    """
+    if experiment.crew is None:
+        return []
+    pulls = experiment.method.pulls
+    return [max(0, pull.delay - 1) for pull in pulls]
+
+
 class Run:
-    """An open run. Training changes only `state`, `step` and the last four attributes.
+    """An open run. Training changes only `state`, `step` and the last five attributes.
 
     Args:
       config: the configuration.
@@ -62,6 +74,7 @@ class Run:
       lowest: the first measure of the best test that has a checkpoint, otherwise inf.
       test_is_due: whether the test of this step was left, or is about to begin.
       last_test: the step of the latest test of this session and its result, or None.
+      living: the number of workers that lived at the last report, if some may be lost.
       center: the center of the current state, if `find_center` has computed it.
     """
 
@@ -102,9 +115,12 @@ class Run:
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
             at_home=experiment.at_home if config.beside else None,
+            known=experiment.known,
+            late=late_elections(experiment),
             measures=functools.partial(measures_distances, config, session),
         )
-        self.stop_signals = StopSignals(session)
+        crew = experiment.crew
+        self.stop_signals = StopSignals(session) if crew is None else StopTogether(crew)
 
         def measure_of_the_best() -> str:
             best = checkpoints.best()
@@ -113,6 +129,7 @@ class Run:
         self.lowest = float(session.of_main(measure_of_the_best))
         self.test_is_due = start.test_is_due
         self.last_test: tuple[int, Tested] | None = None
+        self.living = experiment.all_workers.num_workers
         self.center: dict[str, Any] | None = None
 
     def find_center(self, check: Check) -> dict[str, Any]:
@@ -154,7 +171,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         been written then.
     """
     session = Session() if session is None else session
-    resumed = run_folder.to_resume(config) if config.resume else None
+    is_other = session.words is not None and not session.prints
+    resumed = run_folder.to_resume(config) if config.resume and not is_other else None
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
         shared_folder.check(session, resumed)
@@ -170,17 +188,23 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
     experiment = kind(config, session=session, warn=progress.warn_here)
     if resumed is not None:
-        check_same_start(config, experiment.forward.sizes, resumed, progress.warn)
-        check_kept(experiment.forward.kept, resumed)
-        check_checkpoints(resumed)
+        check_begun(config, experiment, resumed, progress)
     fresh = experiment.init()  # finds more errors, and there is no folder yet
-    folder = run_folder.create(config, session) if resumed is None else resumed
+    if is_other:
+        folder = folder_of_other(config, session, experiment, progress)
+        config = dataclasses.replace(config, run_dir=str(folder), resume=True)
+    else:
+        folder = run_folder.create(config, session) if resumed is None else resumed
+    if session.words is not None and not is_other:
+        session.words.of_main(str(folder))
     if resumed is None:
         lock = hold(folder, session, progress)
     if session.is_main:
-        tell_launcher(config, folder)
         keep(experiment.forward.kept, folder)
-    session.where = lambda: where(config, folder, 0)
+    if session.prints:
+        tell_launcher(config, folder)
+    run_of_all = folder.parent if is_other else folder
+    session.where = lambda: where(config, run_of_all, 0)
     check = (lambda: None) if lock is None else lock.check
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
@@ -190,6 +214,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         check,
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
+    if experiment.crew is not None:
+        start = start_together(experiment, start)
     written_by_main(session, folder, lambda: lock and lock.sign())
     progress.resume(start.step)
     if start.step > config.steps:
@@ -197,7 +223,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"the run has taken {counted(start.step, 'step')} already, more than --steps "
             f"{config.steps}: it takes no more"
         )
-    services = tracked(config, folder, progress) if session.is_main else []
+    services = tracked(config, folder, progress) if session.prints else []
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, services)
     run = Run(
         config=config,
@@ -210,17 +236,56 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         progress=progress,
         lock=lock,
     )
-    session.where = lambda: where(config, folder, run.step)
+    session.where = lambda: where(config, run_of_all, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def check_begun(
+    config: Config, experiment: BaseExperiment, folder: pathlib.Path, progress: Progress
+) -> None:
+    """Raises ValueError unless a run can be resumed with these settings and data."""
+    check_same_start(config, experiment.forward.sizes, folder, progress.warn)
+    check_kept(experiment.forward.kept, folder)
+    check_checkpoints(folder)
+
+
+def folder_of_other(
+    config: Config, session: Session, experiment: BaseExperiment, progress: Progress
+) -> pathlib.Path:
+    """The folder of another process than process 0, which has begun if it starts again.
+
+    Raises:
+      ValueError: it is of another run, or cannot be made.
+    """
+    assert session.words is not None
+    main = pathlib.Path(session.words.of_main(""))
+    folder = run_folder.of_process(config, session.process_id, main)
+    run_folder.check_same_experiment(config, folder)
+    check_begun(config, experiment, folder, progress)
+    return folder
+
+
+def start_together(experiment: BaseExperiment, start: Restored) -> Restored:
+    """The starting point in one of several processes that may be lost.
+
+    A process whose checkpoint is of another step takes from the others what all have in
+    common, and keeps the rest.
+    """
+    state, step = experiment.begin(start.state, start.step)
+    start = start._replace(state=state, test_is_due=False)
+    return start if step == start.step else start._replace(step=step, losses=[])
 
 
 def measures_distances(config: Config, session: Session, step: int) -> bool:
     """Whether the distances between workers are measured before a report at this step.
 
     They send as much as exchanges do. So among several processes they are measured as
-    often as the center is tested, which sends the parameters, too.
+    often as the center is tested, which sends the parameters, too. Where processes may be
+    lost, each one sees its own workers only.
     """
+    if session.words is not None:
+        return False
     if session.num_processes == 1 or step >= config.steps:
         return True
     last = max(0, step - config.log_every)

@@ -43,11 +43,30 @@ def report(run: Run, interval: Interval | None) -> None:
         waiting=int(interval.waiting.sum()),
         differed=interval.differed,
         **waited_for_exchanges(run),
+        **living(run),
         **totals(interval.diagnostics),
     )
     write_leaders(run, interval.elections)
     note_saved(run)
     run.progress.show(interval.step, loss, pace)
+
+
+def living(run: Run) -> dict[str, int]:
+    """The number of workers that live, which is shown and told when it has changed.
+
+    Nothing where no process may be lost.
+    """
+    crew = run.experiment.crew
+    if crew is None:
+        return {}
+    workers = run.experiment.all_workers.num_workers
+    live = crew.num_workers
+    text = f"{live} of {workers} workers"
+    if live != run.living:
+        run.living = live
+        run.progress.say(f"step {run.step}: {text} live")
+    run.progress.workers(text, ())
+    return {"workers_live": live}
 
 
 def waited_for_exchanges(run: Run) -> dict[str, float]:
@@ -78,7 +97,7 @@ def write_leaders(run: Run, elections: Sequence[Election]) -> None:
     for step, diagnostics in elections:
         for pull in diagnostics:
             if pull.leader is not None and pull.is_due(step):
-                run.write("leaders", step, **leaders(pull, run.config.workers.nodes))
+                run.write("leaders", step, **leaders(pull, run.experiment.workers.nodes))
 
 
 def run_test(run: Run) -> Tested:
@@ -92,7 +111,7 @@ def run_test(run: Run) -> Tested:
     check = run.stop_signals.check
     report(run, run.buffer.flush())
     run.buffer.read_losses(run.step)
-    jax.block_until_ready(run.state)
+    jax.block_until_ready(run.experiment.settled(run.state))
     with run.stopwatch.paused():
         center = run.experiment.test(run.find_center(check), check)
         worker = run.buffer.recent.best
