@@ -50,7 +50,7 @@ def late_elections(experiment: BaseExperiment) -> list[int]:
 
 
 class Run:
-    """An open run. Training changes only `state`, `step` and the last five attributes.
+    """An open run. Training changes only `state`, `step` and the last four attributes.
 
     Args:
       config: the configuration.
@@ -74,7 +74,6 @@ class Run:
       lowest: the first measure of the best test that has a checkpoint, otherwise inf.
       test_is_due: whether the test of this step was left, or is about to begin.
       last_test: the step of the latest test of this session and its result, or None.
-      living: the number of workers that lived at the last report, if some may be lost.
       center: the center of the current state, if `find_center` has computed it.
     """
 
@@ -129,7 +128,6 @@ class Run:
         self.lowest = float(session.of_main(measure_of_the_best))
         self.test_is_due = start.test_is_due
         self.last_test: tuple[int, Tested] | None = None
-        self.living = experiment.all_workers.num_workers
         self.center: dict[str, Any] | None = None
 
     def find_center(self, check: Check) -> dict[str, Any]:

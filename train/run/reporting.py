@@ -52,20 +52,26 @@ def report(run: Run, interval: Interval | None) -> None:
 
 
 def living(run: Run) -> dict[str, int]:
-    """The number of workers that live, which is shown and told when it has changed.
+    """The number of workers that live; says which processes were lost and came in.
 
     Nothing where no process may be lost.
     """
     crew = run.experiment.crew
     if crew is None:
         return {}
-    workers = run.experiment.all_workers.num_workers
+    while crew.news:
+        verdict = crew.news.pop(0)
+        step, *_ = verdict.place["counts"]
+        lost = list(verdict.lost)
+        came = list(verdict.newcomers)
+        run.write("processes", step, lives=list(verdict.members), lost=lost, came=came)
+        for process in lost:
+            run.progress.say(f"process {process} was lost at step {step}")
+        for process in came:
+            run.progress.say(f"process {process} came in at step {step}")
     live = crew.num_workers
-    text = f"{live} of {workers} workers"
-    if live != run.living:
-        run.living = live
-        run.progress.say(f"step {run.step}: {text} live")
-    run.progress.workers(text, ())
+    workers = run.experiment.all_workers.num_workers
+    run.progress.workers(f"{live} of {workers} workers", ())
     return {"workers_live": live}
 
 

@@ -514,8 +514,11 @@ class Experiment(BaseExperiment):
     def begin(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         if self.crew is None:
             return state, step
-        assert isinstance(self.separate, StepsBeside)
-        return self.separate.meet(state, step)
+        steps = self.separate
+        assert isinstance(steps, StepsBeside)
+        if self.needs_gradient(step + 1):
+            steps.compile_first(state, self.data, self.batch(self.gradients(step)))
+        return steps.meet(state, step)
 
     def settled(self, state: TrainState) -> TrainState:
         if self.crew is None:
@@ -537,7 +540,7 @@ class Experiment(BaseExperiment):
         return self.workers.share(self.pulls_beside.consensus(state.params)).value
 
     def __str__(self) -> str:
-        return str(self.workers)
+        return str(self.all_workers)
 
     def init(self) -> TrainState:
         start = self.task.first_variables()

@@ -69,6 +69,24 @@ class StepsBeside(SeparateSteps):
         self._last_step = after.step.value
         return with_own(after, pulls.whole(after.opt_state[-1])), loss
 
+    def compile_first(self, state: TrainState, data: Any, batch: Any) -> None:
+        """Compiles the steps and exchanges of this process before it meets the others.
+
+        They would wait for it at the next landing.
+
+        state, data, batch: as for the first step. They are not changed.
+        """
+        own = state.opt_state[-1]
+        self._pulls.begin(own, jax.tree.map(_of_one_worker, state.params))
+        at_home = with_own(state, self._pulls.at_home(own))
+        lowered: Any = self._defer.lower(at_home, data, batch)
+        lowered.compile()
+        counts = lowered.out_info[-1]
+        for phase in dict.fromkeys(self._phases_after(0)):
+            if phase is not None:
+                args = self._like_those_of(phase, at_home, counts)
+                self._arrive.lower(*args, phase=phase).compile()
+
     def meet(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         """Begins together with the other processes, see `PullsBeside.meet`.
 

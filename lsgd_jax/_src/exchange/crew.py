@@ -143,6 +143,7 @@ class Crew:
     Attributes:
       verdict: the last one after which the members have changed, or None before the first.
       num_workers: the number of workers that live.
+      news: the verdicts by which members have changed, for the reader to remove.
       stopped: why all workers stop at this step, or ''; see `stop_all`.
     """
 
@@ -156,6 +157,7 @@ class Crew:
     ):
         self.verdict: Verdict | None = None
         self.num_workers = 0
+        self.news: list[Verdict] = []
         self.stopped = ""
         self._judges = judges
         self._twin_of = twin_of
@@ -213,6 +215,8 @@ class Crew:
         twin = self._twin_of(verdict)
         if twin is None:
             return False
+        if self.verdict is not None:
+            self.news.append(verdict)
         self.verdict = verdict
         self.num_workers = twin.num_workers
         self._boarded = verdict.changes

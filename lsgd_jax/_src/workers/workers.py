@@ -497,11 +497,14 @@ class Workers:
         """
         check_has_delay(method.pulls)
         check_reads_no_x(method)
-        twin = self._devices_beside()
+        if min_workers is None:
+            twin = self._devices_beside()
+            return PullsBeside(method.pulls, twin, Order(twin))
+        home = among(self._grid, {jax.process_index()})
+        crew_of = self._crew_of([method], home, min_workers)
+        twin = Twin(home, self._meetings, self._grid)
         pulls = PullsBeside(method.pulls, twin, Order(twin))
-        if min_workers is not None:
-            home = among(self._grid, {jax.process_index()})
-            self._crew_of([method], home, min_workers)([pulls])
+        crew_of([pulls])
         return pulls
 
     def _devices_beside(self) -> Twin:
