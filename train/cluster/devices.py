@@ -12,7 +12,7 @@ from train.cluster.started import Started
 from train.config.schema import Config
 
 
-def provide(count: int, processes: int = 1, beside: bool = False) -> None:
+def provide(count: int, processes: int = 1, beside: int = 0) -> None:
     """Emulates devices on a CPU. Must be called before jax uses a device.
 
     GPUs and TPUs are used as they are, with several workers per device if necessary.
@@ -21,8 +21,8 @@ def provide(count: int, processes: int = 1, beside: bool = False) -> None:
     Args:
       count: devices of the run: one per worker, or per shard of a worker.
       processes: processes of the run. Each one provides its share.
-      beside: whether exchanges may travel beside the steps, among several processes. Then
-        each device gets another one of a CPU beside it.
+      beside: the number of CPU devices beside each one, on which exchanges of several
+        processes travel.
 
     Raises:
       ValueError: JAX_PLATFORMS names devices that do not exist here.
@@ -34,7 +34,7 @@ def provide(count: int, processes: int = 1, beside: bool = False) -> None:
         # If jax has its devices already, each of them holds several workers.
         with contextlib.suppress(RuntimeError):
             own = max(1, count // processes)
-            lj.emulate_devices(2 * own if beside and processes > 1 else own)
+            lj.emulate_devices(own * (1 + beside) if processes > 1 else own)
     check_platforms()
 
 

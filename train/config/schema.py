@@ -414,6 +414,11 @@ class Config:
     # default they travel beside where processes lie between the workers (on accelerators:
     # hosts or slices, and with a delay of more than one step), if the settings allow it.
     beside: Annotated[bool | None, FREE, LOCK_STEP] = None
+    # Go on without processes that are lost, with at least this many workers, and take back
+    # those that start again; messages travel beside the steps. Process 0 must live, and
+    # tests. Each process saves and logs its own workers, in a folder below that of process
+    # 0. By default a lost process ends the run.
+    min_workers: Annotated[int | None, COUNT, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker. Steps that
     # compute no gradient (palsgd) do not count.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
@@ -447,8 +452,8 @@ class Config:
         >>> Config(name="a", model="cnn7", method=late).may_send_beside
         True
         """
-        if self.beside is not None:
-            return self.beside
+        if self.beside is not None or self.min_workers is not None:
+            return self.beside is not False
         is_whole = self.static_phases is not None or self.batch_statistics == "average"
         return bool(getattr(self.method, "delay", 0)) and not is_whole
 
@@ -572,6 +577,14 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "data.crop", "at most 32 with cifar10", fits
     both = bool(config.data.source) == bool(config.data.target)
     yield "data.target", "given with data.source, and only then", both
+
+    least = config.min_workers
+    is_some = least is None or least <= grid.nodes * grid.locals
+    yield "min_workers", "at most the number of workers", is_some
+    rule = "left out with --beside False"
+    yield "min_workers", rule, least is None or config.beside is not False
+    rule = "left out with ray.processes, which Ray restarts"
+    yield "min_workers", rule, least is None or config.ray.processes is None
 
     own = config.distributed
     ray = config.ray

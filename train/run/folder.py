@@ -193,6 +193,30 @@ def create(config: Config, session: Session) -> pathlib.Path:
     return folder
 
 
+def of_process(config: Config, process_id: int, main: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of another process than process 0, where processes may be lost.
+
+    It is made unless it is there. On a file system of its own, so is that of process 0.
+
+    Args:
+      config: the configuration.
+      process_id: the number of the process.
+      main: the folder of process 0.
+
+    Raises:
+      ValueError: it cannot be made.
+    """
+    own = main / f"process-{process_id}"
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        for folder in (main, own):  # a resumption reads the first one before it begins
+            if not (folder / CONFIG).exists():
+                settings.write(config, folder / CONFIG)
+    except OSError as error:
+        raise ValueError(f"{own} cannot be made: {error.strerror or error}") from error
+    return own
+
+
 def _make(config: Config) -> pathlib.Path:
     folder = pathlib.Path(config.run_dir or config.runs)  # until it is chosen
     try:

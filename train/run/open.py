@@ -1,5 +1,6 @@
 """Opening a run: everything that training needs, before the first step."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -9,7 +10,7 @@ from typing import Any
 import lsgd_jax as lj
 from train.cluster import shared_folder
 from train.cluster.session import Session
-from train.cluster.signals import StopSignals
+from train.cluster.signals import StopSignals, StopTogether
 from train.config import settings
 from train.config.schema import Config, fields
 from train.metrics import log, trackers
@@ -35,6 +36,17 @@ from train.task.forward import Check
 
 
 MANY = 128  # workers per process above which placing them takes a while
+
+
+def late_elections(experiment: BaseExperiment) -> list[int]:
+    """The steps after an election at which the leader of each pull is known.
+
+    Where processes may be lost, it is known when the message has landed.
+    """
+    if experiment.crew is None:
+        return []
+    pulls = experiment.method.pulls
+    return [max(0, pull.delay - 1) for pull in pulls]
 
 
 class Run:
@@ -102,10 +114,13 @@ class Run:
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
             at_home=None if experiment.waited is None else experiment.at_home,
+            known=experiment.known,
+            late=late_elections(experiment),
             measures=functools.partial(measures_distances, config, session),
             around_exchanges=not session.has_others,
         )
-        self.stop_signals = StopSignals(session)
+        crew = experiment.crew
+        self.stop_signals = StopSignals(session) if crew is None else StopTogether(crew)
 
         def measure_of_the_best() -> str:
             best = checkpoints.best()
@@ -155,7 +170,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         been written then.
     """
     session = Session() if session is None else session
-    resumed = run_folder.to_resume(config) if config.resume else None
+    is_other = session.words is not None and not session.prints
+    resumed = run_folder.to_resume(config) if config.resume and not is_other else None
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
         shared_folder.check(session, resumed)
@@ -171,17 +187,23 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
     experiment = kind(config, session=session, warn=progress.warn_here)
     if resumed is not None:
-        check_same_start(config, experiment.forward.sizes, resumed, progress.warn)
-        check_kept(experiment.forward.kept, resumed)
-        check_checkpoints(resumed)
+        check_begun(config, experiment, resumed, progress)
     fresh = experiment.init()  # finds more errors, and there is no folder yet
-    folder = run_folder.create(config, session) if resumed is None else resumed
+    if is_other:
+        folder = folder_of_other(config, session, experiment, progress)
+        config = dataclasses.replace(config, run_dir=str(folder), resume=True)
+    else:
+        folder = run_folder.create(config, session) if resumed is None else resumed
+    if session.words is not None and not is_other:
+        session.words.of_main(str(folder))
     if resumed is None:
         lock = hold(folder, session, progress)
     if session.is_main:
-        tell_launcher(config, folder)
         keep(experiment.forward.kept, folder)
-    session.where = lambda: where(config, folder, 0)
+    if session.prints:
+        tell_launcher(config, folder)
+    run_of_all = folder.parent if is_other else folder
+    session.where = lambda: where(config, run_of_all, 0)
     check = (lambda: None) if lock is None else lock.check
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
@@ -191,6 +213,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         check,
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
+    if experiment.crew is not None:
+        start = start_together(experiment, start)
     written_by_main(session, folder, lambda: lock and lock.sign())
     progress.resume(start.step)
     if start.step > config.steps:
@@ -198,7 +222,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"the run has taken {counted(start.step, 'step')} already, more than --steps "
             f"{config.steps}: it takes no more"
         )
-    services = tracked(config, folder, progress) if session.is_main else []
+    services = tracked(config, folder, progress) if session.prints else []
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, services)
     run = Run(
         config=config,
@@ -211,9 +235,45 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         progress=progress,
         lock=lock,
     )
-    session.where = lambda: where(config, folder, run.step)
+    session.where = lambda: where(config, run_of_all, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def check_begun(
+    config: Config, experiment: BaseExperiment, folder: pathlib.Path, progress: Progress
+) -> None:
+    """Raises ValueError unless a run can be resumed with these settings and data."""
+    check_same_start(config, experiment.forward.sizes, folder, progress.warn)
+    check_kept(experiment.forward.kept, folder)
+    check_checkpoints(folder)
+
+
+def folder_of_other(
+    config: Config, session: Session, experiment: BaseExperiment, progress: Progress
+) -> pathlib.Path:
+    """The folder of another process than process 0, which has begun if it starts again.
+
+    Raises:
+      ValueError: it is of another run, or cannot be made.
+    """
+    assert session.words is not None
+    main = pathlib.Path(session.words.of_main(""))
+    folder = run_folder.of_process(config, session.process_id, main)
+    run_folder.check_same_experiment(config, folder)
+    check_begun(config, experiment, folder, progress)
+    return folder
+
+
+def start_together(experiment: BaseExperiment, start: Restored) -> Restored:
+    """The starting point in one of several processes that may be lost.
+
+    A process whose checkpoint is of another step takes from the others what all have in
+    common, and keeps the rest.
+    """
+    state, step = experiment.begin(start.state, start.step)
+    start = start._replace(state=state, test_is_due=False)
+    return start if step == start.step else start._replace(step=step, losses=[])
 
 
 def measures_distances(config: Config, session: Session, step: int) -> bool:
@@ -221,7 +281,10 @@ def measures_distances(config: Config, session: Session, step: int) -> bool:
 
     It sends as much as an exchange. So among several processes it is measured as often as
     the center is tested, which sends the parameters, too, and never around exchanges.
+    Where processes may be lost, each one sees its own workers only.
     """
+    if session.words is not None:
+        return False
     if session.num_processes == 1 or step >= config.steps:
         return True
     last = max(0, step - config.log_every)

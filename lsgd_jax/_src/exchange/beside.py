@@ -26,7 +26,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.agreement import taken_from
 from lsgd_jax._src.exchange.ahead import Ahead
-from lsgd_jax._src.exchange.crew import Crew
+from lsgd_jax._src.exchange.crew import Crew, LoopEnded
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.fragments import Slot, share_a_program, slots_of
 from lsgd_jax._src.exchange.kernel import Pending, Pull, PullState
@@ -172,6 +172,67 @@ class PullsBeside:
         """The tree with all arrays of the twin on the devices that train."""
         return self._twin.back(tree)
 
+    # Processes that may be lost, see `Workers.beside`
+
+    def meet(
+        self, state: ExchangeState, params: Tree, step: int
+    ) -> tuple[ExchangeState, int]:
+        """Begins together with the other processes, or takes from them what they have.
+
+        Args:
+          state, params: as for `begin`.
+          step: the steps that this process has taken.
+
+        Returns:
+          (state, step): those with which the process begins. A process whose step differs
+          from that of process 0, or of those that train already, takes theirs, and what all
+          workers have in common.
+        """
+        assert self.crew is not None
+        verdict = self.crew.begin([step])
+        self.begin(state, params)
+        if not verdict.newcomers:
+            return state, step
+        self.crew.come_in(verdict)
+        (step,) = verdict.place["counts"]
+        return with_count(state, step), step
+
+    def settled(self, state: ExchangeState) -> ExchangeState:
+        """The whole state on the devices that train, without messages that may not count.
+
+        It waits for those in flight. In a loop that has ended they do not count.
+        """
+        if self.crew is not None:
+            with contextlib.suppress(LoopEnded):
+                self.crew.wait_for_messages()
+        return self.back(self.known(state))
+
+    def known(self, state: ExchangeState) -> ExchangeState:
+        """The whole state before messages of which it is not known whether they count."""
+        now = self.away
+        assert self.crew is not None
+        self.away = self.crew.known(self)
+        found = self.whole(self.at_home(state))
+        self.away = now
+        return found
+
+    def consensus(self, tree: Tree) -> Tree:
+        """The mean over the workers that live, as host arrays. All processes call it.
+
+        tree: leaves [W, ...] of the devices that train.
+        """
+        assert self.crew is not None
+
+        def mean(tree: Tree) -> Shared:
+            total, _ = Group(WORKER_AXES).masked_mean(tree, trees.all_finite(tree))
+            return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
+
+        def run(twin: Any) -> Shared:
+            return twin.compile(mean)(twin.there(tree))
+
+        found = self.crew.compute(run).value
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
+
     @contextlib.contextmanager
     def undone_by_errors(self) -> Generator[None]:
         """A step. After an error what is beside is that of the state before it."""
@@ -281,6 +342,8 @@ class PullsBeside:
         for k in self._lands(phase):
             landed = self._twin.there(_only(COUNTERS, state.pulls[k]))
             self.away[k] = self._program("land", k)(self.away[k], landed)
+            if self.crew is not None:
+                self.crew.landed(self, k)
         for name, message in messages.items():
             k = int(name)
             program = self._program("record", k)
@@ -471,6 +534,15 @@ def _delayed(pulls: Sequence[Pull], state: ExchangeState) -> dict[int, Slot]:
     """The places of the pulls with a delay."""
     slots = enumerate(slots_of(pulls, state.pulls))
     return {k: slot for k, slot in slots if slot.pull.delay}
+
+
+def with_count(state: ExchangeState, count: int) -> ExchangeState:
+    """The state of a method that has taken so many steps."""
+    old: Any = state.count.value
+    host = np.asarray(count, old.dtype)
+    # Not `device_put`, for which all processes would compare it.
+    new = jax.make_array_from_callback((), old.sharding, host.__getitem__)
+    return state._replace(count=Shared(new))
 
 
 def check_may_travel(methods: Sequence[Exchange]) -> None:

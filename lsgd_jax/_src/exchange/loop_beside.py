@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from lsgd_jax._src.exchange.beside import (
     Beside,
     Order,
     PullsBeside,
     check_may_travel,
+    with_count,
 )
 from lsgd_jax._src.exchange.crew import Crew
 from lsgd_jax._src.exchange.loop import (
@@ -27,9 +27,8 @@ from lsgd_jax._src.exchange.loop import (
 from lsgd_jax._src.exchange.outer import AroundState, OuterState
 from lsgd_jax._src.exchange.phases import Sizes
 from lsgd_jax._src.exchange.step import ExchangeState
-from lsgd_jax._src.shared import WORKER_AXES, Shared, one_worker
-from lsgd_jax._src.trees import Tree, all_finite
-from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.shared import one_worker
+from lsgd_jax._src.trees import Tree
 
 
 class LoopBeside(Loop):
@@ -118,16 +117,7 @@ class LoopBeside(Loop):
             raise ValueError(
                 "`consensus` is for a loop with `min_workers`: call `lj.consensus`"
             )
-
-        def mean(tree: Tree) -> Shared:
-            total, _ = Group(WORKER_AXES).masked_mean(tree, all_finite(tree))
-            return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
-
-        def run(twin: Any) -> Shared:
-            return twin.compile(mean)(twin.there(tree))
-
-        found = self.crew.compute(run).value
-        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
+        return self._beside[0].consensus(tree)
 
     def close(self) -> None:
         """Waits until all processes that live have come here.
@@ -163,7 +153,8 @@ class LoopBeside(Loop):
         verdict = None
         if crew is not None:
             crew.wait_for_messages()
-            verdict = crew.begin() if crew.verdict is None else None
+            if crew.verdict is None:
+                verdict = crew.begin(self._counts_of(state))
         structure = jax.tree.structure(state.state)
 
         def params_of(leaves: list[Any]) -> list[Tree]:
@@ -238,11 +229,7 @@ def with_exchanges(state: AroundState, exchanges: Sequence[ExchangeState]) -> Ar
 
 def with_counts(state: AroundState, counts: Sequence[int]) -> AroundState:
     """The state in which each method has taken so many steps."""
-    exchanges = []
-    for outer, count in zip(_outers(state), counts, strict=True):
-        old = outer.exchange.count.value
-        host = np.asarray(count, old.dtype)
-        # Not `device_put`, for which all processes would compare it.
-        new = jax.make_array_from_callback((), old.sharding, host.__getitem__)
-        exchanges.append(outer.exchange._replace(count=Shared(new)))
-    return with_exchanges(state, exchanges)
+    pairs = zip(_outers(state), counts, strict=True)
+    return with_exchanges(
+        state, [with_count(outer.exchange, count) for outer, count in pairs]
+    )

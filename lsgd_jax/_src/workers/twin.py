@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lsgd_jax._src.shared import shared_flags
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.workers.device_grid import DEVICE
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.spmd import Grid, compiled
 from lsgd_jax._src.workers.transfer import place
@@ -25,9 +26,9 @@ class Twin:
     stay sharded as they are.
 
     Args:
-      grid: the workers.
+      grid: the workers of the programs that train: all of them, or those of this process.
       meetings: of the workers.
-      own: those of the workers that it has, see `among`. Defaults to all.
+      own: the workers that it has, see `among`. Defaults to those of `grid`.
       turn: see `partners`.
     """
 
@@ -114,7 +115,7 @@ def among(grid: Grid, live: Collection[int]) -> Grid:
         kept = np.compress(whole, devices, axis=axis)
         mesh = Mesh(kept, grid.mesh.axis_names, axis_types=grid.mesh.axis_types)
         share = whole.sum() / whole.size
-        if name_of(name, grid) == "node":
+        if name_of(name, grid) in ("node", DEVICE.format("node")):
             return grid._replace(mesh=mesh, nodes=round(grid.nodes * share))
         return grid._replace(mesh=mesh, locals=round(grid.locals * share))
     raise ValueError(
