@@ -324,6 +324,11 @@ class BaseExperiment(abc.ABC):
         """The processes of the run, if some may be lost; otherwise None."""
         return None
 
+    @property
+    def late(self) -> list[int]:
+        """The steps after an election at which the leader of each pull is known."""
+        return []
+
     def begin(self, state: Any, step: int) -> tuple[Any, int]:
         """The (state, step) with which training begins in this process.
 
@@ -472,7 +477,7 @@ class Experiment(BaseExperiment):
 
     def __init__(self, config: Config, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        self.pulls_beside = self._pulls_beside() if config.beside else None
+        self.pulls_beside: Any = self._pulls_beside() if config.beside else None
 
     def _pulls_beside(self) -> Any:
         """The delayed pulls, beside.
@@ -510,6 +515,13 @@ class Experiment(BaseExperiment):
     def crew(self) -> Any:
         """The processes of the run, if some may be lost; otherwise None."""
         return None if self.pulls_beside is None else self.pulls_beside.crew
+
+    @property
+    def late(self) -> list[int]:
+        if self.crew is None or self.method is None:
+            return []
+        # It is known when the message has landed, and so counts.
+        return [max(0, pull.delay - 1) for pull in self.method.pulls]
 
     def begin(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         if self.crew is None:

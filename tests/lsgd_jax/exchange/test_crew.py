@@ -129,7 +129,7 @@ def take_steps(process, min_workers=1, seed=0):
     sender = Sender(process)
     members = Members(process, process.number, process.world.processes)
     crew = Crew(members, Twin, lambda twin: None, min_workers, [sender])
-    verdict = crew.begin()
+    verdict = crew.begin([0])
     t = 0
     if verdict.newcomers:
         crew.come_in(verdict)
