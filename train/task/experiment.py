@@ -14,6 +14,7 @@ import optax
 from jax import Array
 
 import lsgd_jax as lj
+from train.cluster.devices import first_of_each_process
 from train.cluster.session import Session
 from train.config.schema import Config
 from train.data.arrays import DataError
@@ -295,6 +296,8 @@ class BaseExperiment(abc.ABC):
         self._config = config
         grid = config.workers
         session = session or Session()
+        if config.min_workers is not None and devices is None:
+            devices = first_of_each_process()
         # Asynchronous workers have devices of their own, in other processes.
         axes = {} if config.method.is_asynchronous else grid.axes
         self.all_workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)
