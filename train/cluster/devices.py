@@ -39,20 +39,32 @@ def provide(count: int, processes: int = 1, beside: int = 0) -> None:
 
 
 def one_each(config: Config) -> list[jax.Device] | None:
-    """One device of each process, if its workers should share it; otherwise None.
+    """The device of each process, if its workers should share one; otherwise None.
 
     XLA starts no step on several CPU devices of a process while a message of others waits,
     so messages could not travel beside such steps.
     """
     processes = jax.process_count()
     grid = config.workers
+    if processes == 1 or jax.default_backend() != "cpu" or not config.may_send_beside:
+        return None
     has_whole_workers = grid.devices_each == 1 and grid.fits(processes)
+    return first_of_each_process() if has_whole_workers else None
+
+
+def first_of_each_process() -> list[jax.Device]:
+    """The device of each process that trains, where processes may be lost.
+
+    The other CPU devices of a process are beside it. All GPUs of a process would train.
+    """
     devices = jax.devices()
-    if processes == 1 or devices[0].platform != "cpu":
-        return None
-    if not (config.may_send_beside and has_whole_workers):
-        return None
-    return list({device.process_index: device for device in reversed(devices)}.values())
+    if jax.default_backend() != "cpu":
+        return devices
+    processes = sorted({device.process_index for device in devices})
+    return [
+        next(device for device in devices if device.process_index == process)
+        for process in processes
+    ]
 
 
 def leave_to_workers() -> None:

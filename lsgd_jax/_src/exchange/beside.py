@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
@@ -47,6 +48,9 @@ LANDING = ("pending", *COUNTERS)  # those that it reads
 
 class Beside(Protocol):
     """The devices beside those that train."""
+
+    @property
+    def mesh(self) -> Mesh: ...
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 
@@ -103,6 +107,11 @@ class PullsBeside:
         # number, are agreed on and so change on the twin.
         self._agreed: dict[int, set[int]] = {}
         self._before: dict[int, list[Any]] = {}  # what stands for them at home
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices beside, for connecting them before the first message."""
+        return self._twin.mesh
 
     def use(self, twin: Beside, order: Order) -> None:
         """Uses other devices from now on."""

@@ -48,6 +48,11 @@ class Twin:
         self._grid = own._replace(mesh=mesh)
 
     @property
+    def mesh(self) -> Mesh:
+        """Its devices."""
+        return self._grid.mesh
+
+    @property
     def num_workers(self) -> int:
         """The number of its workers."""
         return self._grid.nodes * self._grid.locals
