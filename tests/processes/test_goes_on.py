@@ -25,7 +25,7 @@ from train.process.exit_status import RESUME, SUCCESS
 PROCESSES = 3
 GRID = ["--workers.nodes", "1", "--workers.locals", "3"]
 METHOD = "--method local_sgd --method.period 6 --method.delay 3".split()
-GOES_ON = [*GRID, *METHOD, "--beside", "--min-workers", "2"]
+GOES_ON = [*GRID, *METHOD, "--min-workers", "2"]
 LSGD = "--method lsgd --method.period 6 --method.delay 3".split()
 
 
@@ -107,7 +107,7 @@ def test_the_numbers_are_those_of_one_process_also_after_a_resumption(start, tmp
     each_step = ["--checkpoint-every", str(last)]
     train_here(*options, "--steps", str(last), *each_step, "--run-dir", str(alone))
     run = tmp_path / "run"
-    goes_on = [*GRID, *LSGD, "--beside", "--min-workers", "1", *each_step]
+    goes_on = [*GRID, *LSGD, "--min-workers", "1", *each_step]
     for more in (["--steps", "25"], ["--steps", str(last), "--resume"]):
         trainers = start(0, 1, 2, options=[*goes_on, *more], before="")
         assert trainers.end() == [SUCCESS] * 3, trainers.printed(0)
