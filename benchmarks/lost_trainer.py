@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 from lost_worker import Processes, kill_at_random, median_of
 from usage import head, one_line_errors, parser, row
@@ -40,11 +41,14 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     words.add_argument("--every", type=float, default=30, help="seconds between kills")
     words.add_argument("--period", type=int, default=20, help="steps between exchanges")
     words.add_argument("--delay", type=int, default=10, help="steps until a target lands")
-    words.add_argument("--heartbeat", type=int, default=5, help="seconds of silence")
+    words.add_argument("--heartbeat", type=int, default=10, help="seconds of silence")
     options = words.parse_args(args)
     if options.processes < 2:
         raise ValueError(f"--processes must be at least 2, got {options.processes}")
     return options
+
+
+STARTING_S = 240.0  # until all processes have stepped
 
 
 class Trainers(Processes):
@@ -69,10 +73,26 @@ class Trainers(Processes):
                 command, stdout=printed, stderr=printed
             )
 
+    def wait_for_first_steps(self) -> None:
+        """Waits until all processes have reported steps."""
+        run = self._folder / "run"
+        own = [run, *(run / f"process-{i}" for i in range(1, self._options.processes))]
+        deadline = time.monotonic() + STARTING_S
+        while not all(has_stepped(folder) for folder in own):
+            self.check()
+            if time.monotonic() > deadline:
+                raise OSError(f"the processes have not begun in {STARTING_S:.0f} s")
+            time.sleep(0.5)
+
     def stop(self) -> list[int]:
         """Stops the run; returns the exit statuses."""
         self._running[0].send_signal(signal.SIGTERM)
         return self.end()
+
+
+def has_stepped(folder: pathlib.Path) -> bool:
+    """Whether the metrics of a process have a step."""
+    return (folder / log.METRICS).exists() and "train" in log.read(folder)
 
 
 def last_checkpoints(run: pathlib.Path, processes: int) -> list[int]:
@@ -90,6 +110,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         trainers = Trainers(options, folder)
+        trainers.wait_for_first_steps()
         kills = kill_at_random(options, trainers)
         trainers.check()
         statuses = trainers.stop()
