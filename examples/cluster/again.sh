@@ -1,0 +1,37 @@
+#!/bin/bash
+# Starts a process again when it fails, N times at most, while the others of its run go on
+# (--min-workers):
+#
+#   examples/cluster/again.sh N COMMAND ...
+#
+# A SIGTERM, SIGHUP or SIGINT reaches COMMAND as SIGTERM, and nothing is started again after
+# it. Nor is it after status 0 or wrong usage (2). The status is the last one of COMMAND.
+set -u
+left=$1
+shift
+child=
+is_asked=
+
+pass_on() {
+  is_asked=yes
+  [ -z "$child" ] || kill -TERM "$child" 2> /dev/null
+}
+trap pass_on TERM HUP INT
+
+while true; do
+  "$@" &
+  child=$!
+  wait "$child"
+  while kill -0 "$child" 2> /dev/null; do # a signal has ended the wait
+    wait "$child"
+  done
+  wait "$child" # its own status, which bash keeps
+  status=$?
+  case "$is_asked:$status:$left" in
+    yes:* | :0:* | :2:* | :*:0) exit "$status" ;;
+  esac
+  left=$((left - 1))
+  echo "$1 ended with status $status: it is started again in a second ($left more times)" >&2
+  sleep 1
+  [ -z "$is_asked" ] || exit "$status"
+done
