@@ -37,6 +37,21 @@ def provide(count: int, processes: int = 1, beside: int = 0) -> None:
     check_platforms()
 
 
+def first_of_each_process() -> list[jax.Device]:
+    """The device of each process that trains, where processes may be lost.
+
+    The other CPU devices of a process are beside it. All GPUs of a process would train.
+    """
+    devices = jax.devices()
+    if jax.default_backend() != "cpu":
+        return devices
+    processes = sorted({device.process_index for device in devices})
+    return [
+        next(device for device in devices if device.process_index == process)
+        for process in processes
+    ]
+
+
 def leave_to_workers() -> None:
     """Uses the CPU in this process, unless JAX_PLATFORMS says otherwise.
 

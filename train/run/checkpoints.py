@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
+from orbax.checkpoint._src.serialization import type_handlers
 
 from train.cluster.session import Session, is_of_loss
 from train.metrics import measures
@@ -155,7 +156,15 @@ class Checkpoints:
                 create_directories_asynchronously=False,
             ),
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=options,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+                "notes": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+                MODEL: ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+            },
+        )
         self._unconfirmed: int | None = None
         self._tests: dict[int, dict[str, float]] = {}  # of checkpoints being written
 
@@ -449,11 +458,24 @@ def _restore_part(path: pathlib.Path, wanted: Callable[[str], bool]) -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path, args=args)
 
 
+class _Alone:
+    """The processes, for Orbax's handler of host arrays, which writes in process 0 alone.
+
+    Here each process writes its own, and Orbax has no option for it.
+    """
+
+    @staticmethod
+    def process_index() -> int:
+        return 0
+
+
 def _processes_of(session: Session) -> Any:
     """The processes that write and read together, as Orbax needs them."""
     if session.words is None:
         return ocp.options.MultiprocessingOptions()
     own = session.process_id
+    handlers: Any = type_handlers
+    handlers.multihost = _Alone
     return ocp.options.MultiprocessingOptions(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
     )

@@ -16,6 +16,7 @@ from train.config.schema import FREE_ON_RESUME, Config
 
 
 CONFIG = "config.json"
+OF_PROCESS = "process-"  # begins the name of the folder of a process that may be lost
 CHECKPOINTS = "checkpoints"
 STAMP = "%Y%m%d-%H%M%SZ"  # in the name of a run folder; Z: in UTC, as on all hosts
 
@@ -206,7 +207,7 @@ def of_process(config: Config, process_id: int, main: pathlib.Path) -> pathlib.P
     Raises:
       ValueError: it cannot be made.
     """
-    own = main / f"process-{process_id}"
+    own = main / f"{OF_PROCESS}{process_id}"
     try:
         own.mkdir(parents=True, exist_ok=True)
         for folder in (main, own):  # a resumption reads the first one before it begins
@@ -215,6 +216,12 @@ def of_process(config: Config, process_id: int, main: pathlib.Path) -> pathlib.P
     except OSError as error:
         raise ValueError(f"{own} cannot be made: {error.strerror or error}") from error
     return own
+
+
+def of_all(config: Config, folder: pathlib.Path) -> pathlib.Path:
+    """The folder of the run, of which this one may be that of a process."""
+    is_own = config.min_workers is not None and folder.name.startswith(OF_PROCESS)
+    return folder.parent if is_own else folder
 
 
 def _make(config: Config) -> pathlib.Path:

@@ -38,17 +38,6 @@ from train.task.forward import Check
 MANY = 128  # workers per process above which placing them takes a while
 
 
-def late_elections(experiment: BaseExperiment) -> list[int]:
-    """The steps after an election at which the leader of each pull is known.
-
-    Where processes may be lost, it is known when the message has landed.
-    """
-    if experiment.crew is None:
-        return []
-    pulls = experiment.method.pulls
-    return [max(0, pull.delay - 1) for pull in pulls]
-
-
 class Run:
     """An open run. Training changes only `state`, `step` and the last four attributes.
 
@@ -115,7 +104,7 @@ class Run:
             closes=lambda step: min(-(-step // every) * every, config.steps),
             at_home=experiment.at_home if config.beside else None,
             known=experiment.known,
-            late=late_elections(experiment),
+            late=experiment.late,
             measures=functools.partial(measures_distances, config, session),
         )
         crew = experiment.crew
@@ -169,15 +158,13 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         been written then.
     """
     session = Session() if session is None else session
-    is_other = session.words is not None and not session.prints
-    resumed = run_folder.to_resume(config) if config.resume and not is_other else None
+    resumed = None
+    if config.resume and session.tests:
+        resumed = run_folder.to_resume(config)
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
         shared_folder.check(session, resumed)
-    if config.method.is_asynchronous:
-        check_installed("an asynchronous run", "async", "ray")
-    for service in projects(config):
-        check_installed(f"`{service}`", service, service)
+    check_packages(config)
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
@@ -188,21 +175,16 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     if resumed is not None:
         check_begun(config, experiment, resumed, progress)
     fresh = experiment.init()  # finds more errors, and there is no folder yet
-    if is_other:
-        folder = folder_of_other(config, session, experiment, progress)
+    folder = own_folder(config, session, experiment, progress, resumed)
+    if not session.tests:
         config = dataclasses.replace(config, run_dir=str(folder), resume=True)
-    else:
-        folder = run_folder.create(config, session) if resumed is None else resumed
-    if session.words is not None and not is_other:
-        session.words.of_main(str(folder))
     if resumed is None:
         lock = hold(folder, session, progress)
     if session.is_main:
         keep(experiment.forward.kept, folder)
     if session.prints:
         tell_launcher(config, folder)
-    run_of_all = folder.parent if is_other else folder
-    session.where = lambda: where(config, run_of_all, 0)
+    session.where = lambda: where(config, folder, 0)
     check = (lambda: None) if lock is None else lock.check
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
@@ -234,9 +216,17 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         progress=progress,
         lock=lock,
     )
-    session.where = lambda: where(config, run_of_all, run.step)
+    session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def check_packages(config: Config) -> None:
+    """Raises ValueError unless the packages that a configuration needs are installed."""
+    if config.method.is_asynchronous:
+        check_installed("an asynchronous run", "async", "ray")
+    for service in projects(config):
+        check_installed(f"`{service}`", service, service)
 
 
 def check_begun(
@@ -248,14 +238,26 @@ def check_begun(
     check_checkpoints(folder)
 
 
-def folder_of_other(
-    config: Config, session: Session, experiment: BaseExperiment, progress: Progress
+def own_folder(
+    config: Config,
+    session: Session,
+    experiment: BaseExperiment,
+    progress: Progress,
+    resumed: pathlib.Path | None,
 ) -> pathlib.Path:
-    """The folder of another process than process 0, which has begun if it starts again.
+    """The run folder in which this process writes, made unless it is there.
+
+    Where processes may be lost, process 0 tells the others where it is. That of another
+    process stands below it, and has begun already if the process starts again.
 
     Raises:
       ValueError: it is of another run, or cannot be made.
     """
+    if session.tests:
+        folder = resumed or run_folder.create(config, session)
+        if session.words is not None:
+            session.words.of_main(str(folder))
+        return folder
     assert session.words is not None
     main = pathlib.Path(session.words.of_main(""))
     folder = run_folder.of_process(config, session.process_id, main)

@@ -79,9 +79,9 @@ class StepsBeside(SeparateSteps):
         own = state.opt_state[-1]
         self._pulls.begin(own, jax.tree.map(_of_one_worker, state.params))
         at_home = with_own(state, self._pulls.at_home(own))
-        lowered: Any = self._defer.lower(at_home, data, batch)
-        lowered.compile()
-        counts = lowered.out_info[-1]
+        lowered = self._defer.lower(at_home, data, batch)
+        shardings = lowered.compile().output_shardings
+        counts = jax.tree.map(_placed, lowered.out_info[-1], shardings[-1])
         for phase in dict.fromkeys(self._phases_after(0)):
             if phase is not None:
                 args = self._like_those_of(phase, at_home, counts)
@@ -123,6 +123,10 @@ class StepsBeside(SeparateSteps):
     def _compile_ahead(self, state: TrainState, counts: Any, step: int) -> None:
         self._pulls.compile_ahead(self._ahead)
         super()._compile_ahead(state, counts, step)
+
+
+def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _of_one_worker(x: Any) -> jax.ShapeDtypeStruct:
