@@ -7,8 +7,9 @@
 # A SIGTERM, SIGHUP or SIGINT reaches COMMAND as SIGTERM, and nothing is started again after
 # it. Nor is it after status 0 or wrong usage (2). The status is the last one of COMMAND.
 set -u
-left=$1
+most=$1
 shift
+count=0
 child=
 is_asked=
 
@@ -27,11 +28,11 @@ while true; do
   done
   wait "$child" # its own status, which bash keeps
   status=$?
-  case "$is_asked:$status:$left" in
-    yes:* | :0:* | :2:* | :*:0) exit "$status" ;;
+  case "$is_asked:$status:$count" in
+    yes:* | :0:* | :2:* | :*:"$most") exit "$status" ;;
   esac
-  left=$((left - 1))
-  echo "$1 ended with status $status: it is started again in a second ($left more times)" >&2
+  count=$((count + 1))
+  echo "ended with status $status: started again in a second ($count of $most)" >&2
   sleep 1
   [ -z "$is_asked" ] || exit "$status"
 done
