@@ -13,6 +13,7 @@ PRIVATE = {
     "jax._src.core.remove_explicit_mesh_axis_names",
     "jax._src.core.trace_ctx",
     "jax._src.distributed",
+    "orbax.checkpoint._src.serialization.type_handlers",
     "ray._private.ray_constants",
     "ray._private.utils",
     "ray._private.worker",

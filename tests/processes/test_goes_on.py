@@ -3,30 +3,37 @@
 import json
 import signal
 
+import numpy as np
 import pytest
+import tiny
 from trainers import (
     HEARTBEAT_S,
     SLOWLY,
-    SMALL,
     TINY,
     Trainers,
-    assert_equal_to_the_bit,
     checkpoints,
     events,
     free_port,
     numbers,
     reported,
-    train_here,
 )
 
-from train.process.exit_status import RESUME, SUCCESS
+from train.process.exit_status import INTERRUPTED, RESUME, SUCCESS
+from train.run import cli, loop
+from train.run.open import open_run
 
 
 PROCESSES = 3
-GRID = ["--workers.nodes", "1", "--workers.locals", "3"]
-METHOD = "--method local_sgd --method.period 6 --method.delay 3".split()
-GOES_ON = [*GRID, *METHOD, "--beside", "--min-workers", "2"]
-LSGD = "--method lsgd --method.period 6 --method.delay 3".split()
+SMALL = (
+    "digits --workers.nodes 1 --workers.locals 3 --batch-size 4 --log-every 2 "
+    "--checkpoint-every 4 --test-every 1000000"
+).split()
+MEAN = "--method local-sgd --method.period 6 --method.delay 3".split()
+LEADER = (
+    "--method lsgd --method.local-period 6 --method.global-period 6 --method.delay 3"
+).split()
+GOES_ON = [*MEAN, "--beside", "--min-workers", "2"]
+FOR_EVER = ["--steps", "1000000"]
 
 
 def folder_of(run, process):
@@ -40,13 +47,10 @@ def start(tmp_path, cache):
     started = []
 
     def start(*processes, options=GOES_ON, before=SLOWLY, run=tmp_path / "run"):
-        kept = [x for x in SMALL if not x.startswith("--method")]
-        for name in ("method.local-period", "method.global-period", "workers"):
-            kept = without(kept, name)
         meeting = {"coordinator": address, "num-processes": str(PROCESSES)}
         meeting["heartbeat-timeout"] = str(HEARTBEAT_S)
         common = [f"--distributed.{name}={value}" for name, value in meeting.items()]
-        arguments = [*kept, *options, *common, "--run-dir", str(run)]
+        arguments = [*SMALL, *options, *common, "--run-dir", str(run)]
         each = [([f"--distributed.process-id={i}"], {}) for i in processes]
         folder = tmp_path / f"printed-{len(started)}"
         started.append(Trainers(folder, arguments, each, cache, TINY + before))
@@ -57,14 +61,11 @@ def start(tmp_path, cache):
         trainers.__exit__()
 
 
-def without(words, name):
-    """A command line without the options of a group and their values."""
-    found = []
-    for i, word in enumerate(words):
-        before = words[i - 1] if i else ""
-        if not (word.startswith(f"--{name}") or before.startswith(f"--{name}")):
-            found.append(word)
-    return found
+def train_alone(*options):
+    """Trains all workers in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        tiny.install(set=patch.setattr)
+        loop.train(open_run(cli.parse([*SMALL, *options])))
 
 
 def changes(run, kind):
@@ -76,13 +77,13 @@ def changes(run, kind):
 def test_a_lost_process_ends_no_other_and_comes_back(start, tmp_path):
     """Then it leaves alone after SIGTERM, and Ctrl-C to process 0 stops the others."""
     run = tmp_path / "run"
-    others = start(0, 1, options=[*GOES_ON, "--steps", "1000000"])
-    lost = start(2, options=[*GOES_ON, "--steps", "1000000"])
+    others = start(0, 1, options=[*GOES_ON, *FOR_EVER])
+    lost = start(2, options=[*GOES_ON, *FOR_EVER])
     lost.until(lambda: reported(folder_of(run, 2)) > 8)
     lost.send(signal.SIGKILL, 0)
     lost.end()
     others.until(lambda: changes(run, "lost") == [2])
-    again = start(2, options=[*GOES_ON, "--steps", "1000000"])
+    again = start(2, options=[*GOES_ON, *FOR_EVER])
     others.until(lambda: changes(run, "came") == [2])
     came = events(run, "processes")[-1]["step"]
     again.until(lambda: reported(folder_of(run, 2)) > came + 12)
@@ -92,7 +93,7 @@ def test_a_lost_process_ends_no_other_and_comes_back(start, tmp_path):
     others.until(lambda: changes(run, "lost") == [2, 2])
     others.send(signal.SIGINT, 0)
     statuses = others.end()
-    assert statuses == [130, 130], others.printed(0)
+    assert statuses == [INTERRUPTED] * 2, others.printed(0)
     last = [max(checkpoints(folder_of(run, process))) for process in (0, 1)]
     assert last[0] == last[1]
     assert f"stopped at step {last[0]} after" in others.printed(0)
@@ -103,11 +104,9 @@ def test_the_numbers_are_those_of_one_process_also_after_a_resumption(start, tmp
     """A message is in flight when the run stops, and a leader is pulled to."""
     last = 40
     alone = tmp_path / "alone"
-    options = [*GRID, *LSGD, "--workers.locals", "3"]
-    each_step = ["--checkpoint-every", str(last)]
-    train_here(*options, "--steps", str(last), *each_step, "--run-dir", str(alone))
+    train_alone(*LEADER, "--steps", str(last), "--run-dir", str(alone))
     run = tmp_path / "run"
-    goes_on = [*GRID, *LSGD, "--beside", "--min-workers", "1", *each_step]
+    goes_on = [*LEADER, "--beside", "--min-workers", "1"]
     for more in (["--steps", "25"], ["--steps", str(last), "--resume"]):
         trainers = start(0, 1, 2, options=[*goes_on, *more], before="")
         assert trainers.end() == [SUCCESS] * 3, trainers.printed(0)
@@ -115,8 +114,9 @@ def test_the_numbers_are_those_of_one_process_also_after_a_resumption(start, tmp
     for process in range(PROCESSES):
         found = numbers(folder_of(run, process), last)
         params = [name for name in found if name.startswith("['params']")]
-        rows = {name: whole[name][process : process + 1] for name in params}
-        assert_equal_to_the_bit({name: found[name] for name in params}, rows)
+        assert params
+        for name in params:
+            np.testing.assert_array_equal(found[name], whole[name][process : process + 1])
     told = {event["step"]: event["leaders"] for event in events(run, "leaders")}
     expected = {event["step"]: event["leaders"] for event in events(alone, "leaders")}
     assert told and told == {step: expected[step] for step in told}
@@ -125,7 +125,7 @@ def test_the_numbers_are_those_of_one_process_also_after_a_resumption(start, tmp
 @pytest.mark.slow
 def test_too_few_workers_save_and_end(start, tmp_path):
     run = tmp_path / "run"
-    options = [*GOES_ON, "--steps", "1000000"]
+    options = [*GOES_ON, *FOR_EVER]
     trainers = start(0, options=options)
     others = start(1, 2, options=options)
     trainers.until(lambda: reported(run) > 8)

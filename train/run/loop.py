@@ -159,7 +159,7 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         try:
             tested = last_test(run)
         except StopRequested:
-            stopped_by = run.stop_signals.received
+            stopped_by = run.stop_signals.received or ENDED
     saved = run.checkpoints.close() and begun
     note_saved(run)
     run.session.wait_for_all()

@@ -33,7 +33,7 @@ def save(run: Run, leaves_alone: bool = False) -> bool:
     with run.stopwatch.paused():
         if not leaves_alone:
             # A checkpoint needs no center.
-            with contextlib.suppress(DataError, StopRequested):
+            with contextlib.suppress(DataError, StopRequested, lj.LoopEnded):
                 run.find_center(run.stop_signals.check_hurry)
         return run.checkpoints.save(run.step, state, notes(run), run.center)
 
@@ -64,13 +64,13 @@ def test(run: Run, saves_the_best: bool) -> Tested | None:
       None in a process that does not test.
     """
     if not run.session.tests:
-        with contextlib.suppress(DataError, StopRequested):
+        with contextlib.suppress(DataError, StopRequested, lj.LoopEnded):
             run.find_center(run.stop_signals.check)
         run.test_is_due = False
         return None
     try:
         result = run_test(run)
-    except StopRequested:
+    except (StopRequested, lj.LoopEnded):
         return None
     run.test_is_due = False
     tested = _tested(run)

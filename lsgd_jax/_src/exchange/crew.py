@@ -324,7 +324,9 @@ class Crew:
             self._check()
             results = run(self._twin)
             # A newcomer would not call this.
-            verdict = self._judges.judge({}, {}, results, admits=False)
+            counts = [count + 1 for count in self._place.get("counts", [])]
+            place = {"counts": counts, "sent": 0}
+            verdict = self._judges.judge(place, place, results, admits=False)
             self._changes = verdict.changes
             if verdict.counts:
                 self.stopped = verdict.stops or self.stopped
