@@ -86,12 +86,12 @@ def join(config: Config) -> Session:
     # process on CPUs that does not know it has one device.
     devices = config.workers.devices
     processes = started.arguments.get("num_processes", devices)
-    beside = CHANGES if may_lose else int(config.beside)
-    provide(devices, processes, beside)
     if may_lose:
+        provide(processes, processes, CHANGES)  # each trains on one device
         words = Words(jax.process_index(), patience=options.start_timeout)
         session = Session(jax.process_index(), [socket.gethostname()], words)
     else:
+        provide(devices, processes, int(config.beside))
         session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:

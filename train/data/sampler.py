@@ -79,7 +79,7 @@ def test_rows(count: int, place: Any, most: int) -> np.ndarray:
 
     Args:
       count: the number of test examples.
-      place: the workers, or a `Part` of them whose process tests all examples.
+      place: all workers, or those of a process, which then tests all examples itself.
       most: the size of a worker's batch at most.
     """
     testers = getattr(place, "testers", place)

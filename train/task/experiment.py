@@ -26,7 +26,7 @@ from train.task import batch_statistics, inside, models, optimizers, schedules
 from train.task.datasets import Data, load_dataset
 from train.task.forward import Check, Forward, TestResult, go_on
 from train.task.images import ImageForward
-from train.task.part import Part
+from train.task.own_workers import OwnWorkers
 from train.task.separate_steps import SeparateSteps
 from train.task.state import TrainState
 from train.task.steps_beside import StepsBeside, with_own
@@ -305,7 +305,7 @@ class BaseExperiment(abc.ABC):
         place: Any = self.workers
         if config.min_workers is not None:
             self.workers = self.all_workers.own()
-            place = Part(self.all_workers, self.workers)
+            place = OwnWorkers(self.all_workers, self.workers)
         session.connect(self.workers.mesh)
         self.task = Task(config, dataset, place, warn, session)
         self.forward = self.task.forward

@@ -1,11 +1,11 @@
-"""Part: the workers of one process, where other processes may be lost."""
+"""The workers of one process, where other processes may be lost."""
 
 from typing import Any
 
 import lsgd_jax as lj
 
 
-class Part:
+class OwnWorkers:
     """Puts the data of a process's workers on its devices; see `Task`.
 
     Args:
@@ -18,7 +18,7 @@ class Part:
       testers: the workers that test, all of this process.
 
     >>> workers = lj.Workers(nodes=1, locals=2)
-    >>> Part(workers, workers.own()).owned
+    >>> OwnWorkers(workers, workers.own()).owned
     range(0, 2)
     """
 
