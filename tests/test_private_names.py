@@ -9,6 +9,7 @@ from outside import ROOT
 PACKAGES = "lsgd_jax", "train", "paper", "configs", "benchmarks", "examples"
 
 PRIVATE = {
+    "jax._src.compiler",
     "jax._src.core.get_axis_env",
     "jax._src.core.remove_explicit_mesh_axis_names",
     "jax._src.core.trace_ctx",

@@ -86,7 +86,7 @@ def train(config: Config, session: Session) -> int:
     from train.run.result import ENDED
 
     try:
-        compilation_cache.use(say=session.prints)
+        compilation_cache.use(say=session.prints, each=session.words is not None)
         interrupts.check()
         run = open_run(config, session)
         interrupts.check()

@@ -168,7 +168,7 @@ class Session:
         try:
             yield
         except Exception as error:
-            if not self.has_others:
+            if self.is_alone:
                 raise
             if is_of_xla(error):
                 line = f"another process was lost {self.where()} ({one_line(error)})"

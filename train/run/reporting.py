@@ -61,7 +61,7 @@ def living(run: Run) -> dict[str, int]:
         return {}
     while crew.news:
         verdict = crew.news.pop(0)
-        step, *_ = verdict.place["counts"]
+        (step,) = verdict.place["counts"] or [run.step]
         lost = list(verdict.lost)
         came = list(verdict.newcomers)
         run.write("processes", step, lives=list(verdict.members), lost=lost, came=came)

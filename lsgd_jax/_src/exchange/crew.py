@@ -76,6 +76,8 @@ class Judges(Protocol):
 
     def heard(self, name: str, members: Mapping[int, int]) -> dict[int, Any] | None: ...
 
+    def start(self, work: Callable[[], None], end: Callable[[], None]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -196,7 +198,7 @@ class Crew:
         verdict = self._judges.meet(counts)
         self._changes = verdict.changes
         self._board(verdict)
-        threading.Thread(target=self._judge_all, daemon=True).start()
+        self._judges.start(self._judge_all, end=lambda: self._to_judge.put(None))
         return verdict
 
     def come_in(self, verdict: Verdict) -> None:

@@ -54,6 +54,8 @@ class Members:
         self._number = 0  # of the next verdict
         self._changes = 0  # how often the members have changed
         self._names: deque[str] = deque()  # of what was heard
+        # Threads that talk with the service, and how each is told to end.
+        self._others: list[tuple[threading.Thread, Callable[[], None]]] = []
         self._stops = ""  # why all stop
         self.is_closed = False
         self._watching = threading.Thread(target=self._watch, daemon=True)
@@ -197,6 +199,12 @@ class Members:
         heard = self._read("heard", name)
         return heard and {int(process): said for process, said in heard.items()}
 
+    def start(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """Runs `work` in a thread. The end of the process calls `end`, and waits for it."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        self._others.append((thread, end))
+
     def close(self) -> None:
         """Waits until all members that live have called this."""
         self._tell("", "closed", self._me)
@@ -218,6 +226,9 @@ class Members:
             self._wait_until(lambda: len(self._live) == 1 or time.monotonic() > end)
         jax.distributed.shutdown()  # answers all questions
         self._watching.join(LEAVING_S)
+        for thread, end in self._others:
+            end()
+            thread.join(LEAVING_S)
 
     # Decisions of process 0
 
