@@ -27,7 +27,7 @@ from train.process.exit_status import RESUME
 
 
 SETTINGS = (
-    "text --method diloco --beside --min-workers 1 --workers.nodes 1 --steps 1000000 "
+    "text --method diloco --min-workers 1 --workers.nodes 1 --steps 1000000 "
     "--log-every 1 --test-every 50 --checkpoint-every 50"
 )
 

@@ -32,7 +32,7 @@ MEAN = "--method local-sgd --method.period 6 --method.delay 3".split()
 LEADER = (
     "--method lsgd --method.local-period 6 --method.global-period 6 --method.delay 3"
 ).split()
-GOES_ON = [*MEAN, "--beside", "--min-workers", "2"]
+GOES_ON = [*MEAN, "--min-workers", "2"]
 FOR_EVER = ["--steps", "1000000"]
 
 
@@ -106,7 +106,7 @@ def test_the_numbers_are_those_of_one_process_also_after_a_resumption(start, tmp
     alone = tmp_path / "alone"
     train_alone(*LEADER, "--steps", str(last), "--run-dir", str(alone))
     run = tmp_path / "run"
-    goes_on = [*LEADER, "--beside", "--min-workers", "1"]
+    goes_on = [*LEADER, "--min-workers", "1"]
     for more in (["--steps", "25"], ["--steps", str(last), "--resume"]):
         trainers = start(0, 1, 2, options=[*goes_on, *more], before="")
         assert trainers.end() == [SUCCESS] * 3, trainers.printed(0)

@@ -127,7 +127,7 @@ def test_slurm_takes_a_lost_process_back_into_its_step(slurm, tmp_path, cache):
     """The other task goes on. SIGTERM reaches both processes through again.sh."""
     run = tmp_path / "run"
     printed = tmp_path / "printed.txt"
-    options = "--workers.nodes 2 --workers.locals 1 --beside --min-workers 1".split()
+    options = "--workers.nodes 2 --workers.locals 1 --min-workers 1".split()
     options += "--method local-sgd --method.period 6 --method.delay 3".split()
     options += [*SMALL[-6:], *HASTY, "--steps", "1000000"]  # how often it reports, saves
     resume = [EXAMPLES / "resume.sh", run, sys.executable, "-m", "train", "digits"]

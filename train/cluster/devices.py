@@ -9,6 +9,7 @@ import jax
 import lsgd_jax as lj
 from train.cluster.session import is_of_xla
 from train.cluster.started import Started
+from train.config.schema import Config
 
 
 def provide(count: int, processes: int = 1, beside: int = 0) -> None:
@@ -35,6 +36,20 @@ def provide(count: int, processes: int = 1, beside: int = 0) -> None:
             own = max(1, count // processes)
             lj.emulate_devices(own * (1 + beside) if processes > 1 else own)
     check_platforms()
+
+
+def one_each(config: Config) -> list[jax.Device] | None:
+    """The device of each process, if its workers should share one; otherwise None.
+
+    XLA starts no step on several CPU devices of a process while a message of others waits,
+    so messages could not travel beside such steps.
+    """
+    processes = jax.process_count()
+    grid = config.workers
+    if processes == 1 or jax.default_backend() != "cpu" or not config.may_send_beside:
+        return None
+    has_whole_workers = grid.devices_each == 1 and grid.fits(processes)
+    return first_of_each_process() if has_whole_workers else None
 
 
 def first_of_each_process() -> list[jax.Device]:

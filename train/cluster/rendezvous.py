@@ -91,7 +91,7 @@ def join(config: Config) -> Session:
         words = Words(jax.process_index(), patience=options.start_timeout)
         session = Session(jax.process_index(), [socket.gethostname()], words)
     else:
-        provide(devices, processes, int(config.beside))
+        provide(devices, processes, int(config.may_send_beside))
         session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:

@@ -89,8 +89,10 @@ class MetricsBuffer:
       known: the state of the optimizers that may be read at this step.
       late: the steps after an election at which the leader of each pull is known. By
         default it is known at once.
-      measures: whether the distances between workers are measured in the interval that
-        closes at a step. Each of the three takes a mean of all parameters.
+      measures: whether the distance between workers is measured at the end of the interval
+        that closes at a step, which takes a mean of all parameters.
+      around_exchanges: whether it is also measured before and after the last exchange of
+        such an interval.
 
     Attributes:
       recent: as given.
@@ -110,6 +112,7 @@ class MetricsBuffer:
         known: Callable[[Any], Any] = lambda opt_state: opt_state,
         late: Sequence[int] = (),
         measures: Callable[[int], bool] = lambda step: True,
+        around_exchanges: bool = True,
     ):
         self.recent = recent
         self.read = step
@@ -122,6 +125,7 @@ class MetricsBuffer:
         self._last = pulls
         self._closes = closes
         self._measures = measures
+        self._around_exchanges = around_exchanges
         self._pulls = pulls
         # Of this interval: its last step, and the step of its last exchange, or 0.
         self._closes_at = step
@@ -161,7 +165,7 @@ class MetricsBuffer:
         if step > self._closes_at:
             self._closes_at = self._closes(step)
             self._exchange = 0
-            if self._measures(self._closes_at):
+            if self._around_exchanges and self._measures(self._closes_at):
                 self._exchange = self._last_exchange(step)
         if self._exchange and step in (self._exchange - 1, self._exchange):
             self._distances[step] = lj.consensus_distance(state.params)

@@ -243,7 +243,7 @@ def flag_for_delay(run: Run, backend: str, environ: Mapping[str, str]) -> str:
     """
     # Asynchronous workers have no method of a step.
     method = getattr(run.experiment, "method", None)
-    if backend != "gpu" or method is None:
+    if backend != "gpu" or method is None or run.experiment.waited is not None:
         return ""
     late = [pull for pull in method.pulls if pull.delay]
     phases = method.phases(run.experiment.workers.sizes) if late else ()

@@ -102,10 +102,11 @@ class Run:
             start.step,
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
-            at_home=experiment.at_home if config.beside else None,
+            at_home=None if experiment.waited is None else experiment.at_home,
             known=experiment.known,
             late=experiment.late,
             measures=functools.partial(measures_distances, config, session),
+            around_exchanges=not session.has_others,
         )
         crew = experiment.crew
         self.stop_signals = StopSignals(session) if crew is None else StopTogether(crew)
@@ -278,11 +279,11 @@ def start_together(experiment: BaseExperiment, start: Restored) -> Restored:
 
 
 def measures_distances(config: Config, session: Session, step: int) -> bool:
-    """Whether the distances between workers are measured before a report at this step.
+    """Whether the distance between workers is measured before a report at this step.
 
-    They send as much as exchanges do. So among several processes they are measured as
-    often as the center is tested, which sends the parameters, too. Where processes may be
-    lost, each one sees its own workers only.
+    It sends as much as an exchange. So among several processes it is measured as often as
+    the center is tested, which sends the parameters, too, and never around exchanges.
+    Where processes may be lost, each one sees its own workers only.
     """
     if session.words is not None:
         return False

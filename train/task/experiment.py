@@ -14,7 +14,7 @@ import optax
 from jax import Array
 
 import lsgd_jax as lj
-from train.cluster.devices import first_of_each_process
+from train.cluster.devices import first_of_each_process, one_each
 from train.cluster.session import Session
 from train.config.schema import Config
 from train.data.arrays import DataError
@@ -296,10 +296,13 @@ class BaseExperiment(abc.ABC):
         self._config = config
         grid = config.workers
         session = session or Session()
+        self._session = session
         if config.min_workers is not None and devices is None:
             devices = first_of_each_process()
         # Asynchronous workers have devices of their own, in other processes.
         axes = {} if config.method.is_asynchronous else grid.axes
+        if devices is None:
+            devices = one_each(config)
         self.all_workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)
         self.workers = self.all_workers
         place: Any = self.workers
@@ -480,30 +483,40 @@ class Experiment(BaseExperiment):
 
     def __init__(self, config: Config, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        self.pulls_beside: Any = self._pulls_beside() if config.beside else None
+        self.pulls_beside: Any = self._pulls_beside()
+        if self.pulls_beside is not None:
+            self._session.connect(self.pulls_beside.mesh)
 
     def _pulls_beside(self) -> Any:
-        """The delayed pulls, beside.
+        """The delayed pulls, if their messages travel beside the steps, or None.
 
         Raises:
-          ValueError: the settings do not allow it.
+          ValueError: they must, and the settings do not allow it.
         """
-        if self.method is None:
+        config = self._config
+        method = self.method
+        if config.beside is None and config.min_workers is None:
+            may = config.may_send_beside and method is not None
+            if not may or not self.all_workers.travels_beside(method):
+                return None
+        if config.beside is False:
+            return None
+        if method is None:
             raise ValueError(
                 "`beside` must be False for a method that exchanges no parameters, got "
-                f"method={self._config.method.name}"
+                f"method={config.method.name}"
             )
-        if self._config.static_phases is not None:
+        if config.static_phases is not None:
             raise ValueError(
                 "`static_phases` must be left out with beside, got "
-                f"static_phases={self._config.static_phases}"
+                f"static_phases={config.static_phases}"
             )
-        if self._config.batch_statistics == "average":
+        if config.batch_statistics == "average":
             raise ValueError(
                 "`beside` must be False with batch_statistics=average, whose mean would "
                 "wait for messages"
             )
-        return self.all_workers.beside(self.method, self._config.min_workers)
+        return self.all_workers.beside(method, config.min_workers)
 
     @property
     def waited(self) -> float | None:
@@ -555,7 +568,8 @@ class Experiment(BaseExperiment):
         return self.workers.share(self.pulls_beside.consensus(state.params)).value
 
     def __str__(self) -> str:
-        return str(self.all_workers)
+        where = "" if self.pulls_beside is None else ", messages beside the steps"
+        return f"{self.all_workers}{where}"
 
     def init(self) -> TrainState:
         start = self.task.first_variables()

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
@@ -28,7 +29,7 @@ from lsgd_jax._src.exchange.agreement import taken_from
 from lsgd_jax._src.exchange.ahead import Ahead
 from lsgd_jax._src.exchange.crew import Crew, LoopEnded
 from lsgd_jax._src.exchange.exchange import Exchange
-from lsgd_jax._src.exchange.fragments import Slot, slots_of
+from lsgd_jax._src.exchange.fragments import Slot, share_a_program, slots_of
 from lsgd_jax._src.exchange.kernel import Pending, Pull, PullState
 from lsgd_jax._src.exchange.phases import QUIET, Phase
 from lsgd_jax._src.exchange.rule import silent
@@ -47,6 +48,9 @@ LANDING = ("pending", *COUNTERS)  # those that it reads
 
 class Beside(Protocol):
     """The devices beside those that train."""
+
+    @property
+    def mesh(self) -> Mesh: ...
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 
@@ -92,7 +96,6 @@ class PullsBeside:
     """
 
     def __init__(self, pulls: Sequence[Pull], twin: Beside, order: Order):
-        check_may_travel(pulls)
         self.waited = 0.0
         self.away: dict[int, PullState] = {}
         self.crew: Crew | None = None
@@ -104,6 +107,11 @@ class PullsBeside:
         # number, are agreed on and so change on the twin.
         self._agreed: dict[int, set[int]] = {}
         self._before: dict[int, list[Any]] = {}  # what stands for them at home
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices beside, for connecting them before the first message."""
+        return self._twin.mesh
 
     def use(self, twin: Beside, order: Order) -> None:
         """Uses other devices from now on."""
@@ -532,22 +540,9 @@ def _with_targets(state: ExchangeState, landing: Mapping[int, PullState]) -> Exc
 
 
 def _delayed(pulls: Sequence[Pull], state: ExchangeState) -> dict[int, Slot]:
-    """The places of the pulls with a delay.
-
-    Raises:
-      ValueError: fragments that share a program.
-    """
-    found = {}
-    for k, slot in enumerate(slots_of(pulls, state.pulls)):
-        if not slot.pull.delay:
-            continue
-        if slot.is_stacked or slot.shares:
-            raise ValueError(
-                "`beside` must be False for fragments along an axis of all leaves, "
-                "which share a program: leave out `scan_axis`"
-            )
-        found[k] = slot
-    return found
+    """The places of the pulls with a delay."""
+    slots = enumerate(slots_of(pulls, state.pulls))
+    return {k: slot for k, slot in slots if slot.pull.delay}
 
 
 def with_count(state: ExchangeState, count: int) -> ExchangeState:
@@ -559,35 +554,45 @@ def with_count(state: ExchangeState, count: int) -> ExchangeState:
     return state._replace(count=Shared(new))
 
 
-def check_has_delay(pulls: Sequence[Pull]) -> None:
-    """Raises ValueError unless any of these pulls has a delay."""
+def check_may_travel(methods: Sequence[Exchange]) -> None:
+    """Raises ValueError unless messages of methods may travel beside the steps.
+
+    methods: those around a step, the innermost first.
+    """
+    pulls = [pull for method in methods for pull in method.pulls]
     if not any(pull.delay for pull in pulls):
         raise ValueError(
             "`beside` must be False for a method without a `delay`: nothing would travel "
             "while steps run"
         )
-
-
-def check_reads_no_x(method: Exchange) -> None:
-    """Raises ValueError for a method that reads the parameters before the step."""
-    if method.reads_x:
+    if any(method.reads_x for method in methods):
         raise ValueError(
             "`beside` must be False for a method that reads the parameters before the step"
         )
-
-
-def check_may_travel(pulls: Sequence[Pull]) -> None:
-    """Raises ValueError unless the delayed pulls among these may travel beside."""
+    outer = [pull for method in methods[1:] for pull in method.pulls]
+    if any(pull.rule.step is not silent for pull in outer):
+        raise ValueError(
+            "`beside` must be False if a method around another one acts on each step, such "
+            "as `lsgd`: its step comes after the exchange of the other one"
+        )
     for pull in pulls:
-        if not pull.delay:
-            continue
-        if pull.rule.step is not silent and not pull.rule.steps_apart:
-            raise ValueError(
-                "`beside` must be False for a rule whose step reads what the group agrees "
-                "on (see `Rule.steps_apart`), such as `lsgd` with a proximal pull"
-            )
-        if pull.memory != "device":
-            raise ValueError(
-                "`beside` must be False with memory='host': the state of what travels "
-                "beside lies on the host already"
-            )
+        if pull.delay:
+            _check_may_travel(pull)
+
+
+def _check_may_travel(pull: Pull) -> None:
+    if pull.rule.step is not silent and not pull.rule.steps_apart:
+        raise ValueError(
+            "`beside` must be False for a rule whose step reads what the group agrees "
+            "on (see `Rule.steps_apart`), such as `lsgd` with a proximal pull"
+        )
+    if pull.memory != "device":
+        raise ValueError(
+            "`beside` must be False with memory='host': the state of what travels "
+            "beside lies on the host already"
+        )
+    if pull.fragments > 1 and share_a_program(pull):
+        raise ValueError(
+            "`beside` must be False for fragments along an axis of all leaves, which share "
+            "a program: leave out `scan_axis`"
+        )

@@ -10,8 +10,7 @@ from lsgd_jax._src.exchange.beside import (
     Beside,
     Order,
     PullsBeside,
-    check_has_delay,
-    check_reads_no_x,
+    check_may_travel,
     with_count,
 )
 from lsgd_jax._src.exchange.crew import Crew
@@ -25,9 +24,8 @@ from lsgd_jax._src.exchange.loop import (
     state_in,
     with_state,
 )
-from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState
+from lsgd_jax._src.exchange.outer import AroundState, OuterState
 from lsgd_jax._src.exchange.phases import Sizes
-from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
 from lsgd_jax._src.shared import one_worker
 from lsgd_jax._src.trees import Tree
@@ -62,7 +60,7 @@ class LoopBeside(Loop):
           crew_of: makes the crew of the pulls, if processes may be lost.
         """
         super().__init__(train, compile, sizes, options)
-        check_methods(train.methods)
+        check_may_travel([each.method for each in train.methods])
         order = Order(twin)
         self._beside = [PullsBeside(method.pulls, twin, order) for method in train.methods]
         self.crew = None if crew_of is None else crew_of(self._beside)
@@ -235,16 +233,3 @@ def with_counts(state: AroundState, counts: Sequence[int]) -> AroundState:
     return with_exchanges(
         state, [with_count(outer.exchange, count) for outer, count in pairs]
     )
-
-
-def check_methods(methods: Sequence[Outer]) -> None:
-    """Raises ValueError unless messages of these methods may travel beside."""
-    check_has_delay([pull for method in methods for pull in method.pulls])
-    for method in methods:
-        check_reads_no_x(method.method)
-    outer = [pull for method in methods[1:] for pull in method.pulls]
-    if any(pull.rule.step is not silent for pull in outer):
-        raise ValueError(
-            "`beside` must be False if a method around another one acts on each step, such "
-            "as `lsgd`: its step comes after the exchange of the other one"
-        )

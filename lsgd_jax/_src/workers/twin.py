@@ -48,6 +48,11 @@ class Twin:
         self._grid = own._replace(mesh=mesh)
 
     @property
+    def mesh(self) -> Mesh:
+        """Its devices."""
+        return self._grid.mesh
+
+    @property
     def num_workers(self) -> int:
         """The number of its workers."""
         return self._grid.nodes * self._grid.locals
@@ -168,8 +173,7 @@ def _rows_beside(process: int, devices: np.ndarray) -> list[list[jax.Device]]:
     """The CPU devices of a process beside its own, in rows of as many."""
     used = set(devices.flat)
     own = [device for device in devices.flat if device.process_index == process]
-    all_here = [d for d in jax.devices("cpu") if d.process_index == process]
-    spare = [device for device in all_here if device not in used]
+    spare = [device for device in _cpus_of(process) if device not in used]
     is_alone = jax.process_count() == 1 and own[0].platform == "cpu"
     if len(spare) < len(own) and is_alone:
         return [own]
@@ -178,10 +182,19 @@ def _rows_beside(process: int, devices: np.ndarray) -> list[list[jax.Device]]:
         raise ValueError(
             "exchanges beside the training need a CPU device for each of the "
             f"{len(own)} devices of a process, got {len(spare)}: call "
-            f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax starts'
+            f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax starts, and '
+            "let JAX_PLATFORMS name cpu, too, if it is set"
         )
     count = len(spare) // len(own)
     return [spare[i * len(own) : (i + 1) * len(own)] for i in range(count)]
+
+
+def _cpus_of(process: int) -> list[jax.Device]:
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError:  # JAX_PLATFORMS names others alone
+        return []
+    return [device for device in devices if device.process_index == process]
 
 
 def processes_of(devices: np.ndarray) -> list[int]:

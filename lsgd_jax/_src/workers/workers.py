@@ -18,12 +18,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.around import Around
-from lsgd_jax._src.exchange.beside import (
-    Order,
-    PullsBeside,
-    check_has_delay,
-    check_reads_no_x,
-)
+from lsgd_jax._src.exchange.beside import Order, PullsBeside, check_may_travel
 from lsgd_jax._src.exchange.crew import Crew, Verdict
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.exchange.exchange import Exchange
@@ -40,6 +35,7 @@ from lsgd_jax._src.shared import (
 )
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.words import telling_words
+from lsgd_jax._src.workers import by_default
 from lsgd_jax._src.workers.device_grid import (
     check_inside,
     check_mesh,
@@ -369,7 +365,7 @@ class Workers:
         step: Around,
         donate: int | Iterable[int] = (),
         static: str | Iterable[str] = (),
-        beside: bool = False,
+        beside: bool | None = None,
         min_workers: int | None = None,
     ) -> Callable:
         """Turns a step with a method around it into one for a loop over the steps.
@@ -414,7 +410,8 @@ class Workers:
           step: what `around` returned.
           donate: as for `map`; the exchanges never reuse their arguments' buffers.
           static: as for `map`.
-          beside: whether messages of pulls with a `delay` travel beside the steps.
+          beside: whether messages of pulls with a `delay` travel beside the steps. Defaults
+            to `travels_beside`.
           min_workers: goes on when processes are lost, with at least so many workers, and
             takes back those that start again; with `beside`. Otherwise a lost process ends
             all of them.
@@ -458,6 +455,9 @@ class Workers:
                 )
             methods = [method.method for method in step.methods]
             crew_of = self._crew_of(methods, self._grid, min_workers)
+        if beside is None:
+            methods = [method.method for method in step.methods]
+            beside = by_default.travels_beside(methods, self._grid)
         if beside:
             twin = self._devices_beside()
             run: Loop = LoopBeside(step, self._compile, self.sizes, options, twin, crew_of)
@@ -495,8 +495,7 @@ class Workers:
         >>> jax.tree.structure(pulls.whole(at_home)) == jax.tree.structure(state)
         True
         """
-        check_has_delay(method.pulls)
-        check_reads_no_x(method)
+        check_may_travel([method])
         if min_workers is None:
             twin = self._devices_beside()
             return PullsBeside(method.pulls, twin, Order(twin))
@@ -506,6 +505,21 @@ class Workers:
         pulls = PullsBeside(method.pulls, twin, Order(twin))
         crew_of([pulls])
         return pulls
+
+    def travels_beside(self, method: Exchange) -> bool:
+        """Whether delayed messages of a method travel beside the steps by default.
+
+        They do if they take a link between processes, the method allows it, and each
+        process has a CPU device for each of its devices that train. On CPUs a process must
+        train on one device: XLA starts no step on several of them while a message waits.
+        On accelerators all delayed messages must take a link between hosts, or slices of
+        TPUs, and have a delay of more than one step: XLA hides others inside the step.
+
+        >>> import lsgd_jax as lj
+        >>> lj.Workers(nodes=1, locals=2).travels_beside(lj.diloco(period=8, delay=4))
+        False
+        """
+        return by_default.travels_beside([method], self._grid)
 
     def _devices_beside(self) -> Twin:
         if self._twin is None:
