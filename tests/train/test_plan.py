@@ -201,7 +201,7 @@ def test_bytes_and_seconds_of_a_period_that_changes(planned):
     (diloco,) = found["diloco", "float32", 1, 0]
     # 10,000 / 8 and 41,156 / 32 exchanges of 48 s, in 51,156 steps.
     assert diloco["hours"] == pytest.approx((19_036 + (1250 + 1286) * 48) / 3600, rel=1e-4)
-    assert diloco["loss"]["source"].endswith("law was fitted for periods that do not change")
+    assert diloco["loss"]["source"].endswith("fitted for periods that do not change")
     assert "outer_rate" not in diloco
 
 

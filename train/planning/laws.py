@@ -148,7 +148,8 @@ def _of_period(period: int | None, replicas: int) -> tuple[float | None, str]:
     if is_near(period, 100) and replicas in LONGER:
         return LONGER[replicas], f"; H = 100: {STREAMING}, Table 6"
     known = " or ".join(map(str, LONGER))
-    return None, f"its period is far from those of the laws: 30, and 100 for {known} replicas"
+    why = f"its period is far from those of the laws: 30, and 100 for {known} replicas"
+    return None, why
 
 
 def is_fitted(parameters: float, tokens: float, replicas: int) -> bool:
