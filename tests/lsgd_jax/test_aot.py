@@ -1204,7 +1204,8 @@ def test_published_runs_are_as_long_as_the_page_says(capsys, monkeypatch):
 @pytest.mark.slow  # tests with the names of these methods are the cheap ones
 def test_six_methods_send_what_the_page_says(capsys, monkeypatch, tmp_path):
     cluster("tpu"), cluster("gpu")
-    command = "".join(blocks("pods.md", "bash")).strip().splitlines()[-1]
+    commands = "".join(blocks("pods.md", "bash")).replace("\\\n", "")
+    command = commands.strip().splitlines()[-1]
     command += f" --csv {tmp_path / 'pods.csv'}"
     both = printed(command, capsys, monkeypatch).split("gpu")
     page = (DOCS / "pods.md").read_text()
