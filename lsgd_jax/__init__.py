@@ -65,6 +65,7 @@ from lsgd_jax._src.wire.wire import WireFormat as WireFormat
 from lsgd_jax._src.workers.consensus import center as center
 from lsgd_jax._src.workers.consensus import consensus as consensus
 from lsgd_jax._src.workers.consensus import consensus_distance as consensus_distance
+from lsgd_jax._src.workers.consensus import has_center as has_center
 from lsgd_jax._src.workers.consensus import is_finite as is_finite
 from lsgd_jax._src.workers.devices import emulate_devices as emulate_devices
 from lsgd_jax._src.workers.devices import tune_cpu as tune_cpu

@@ -255,8 +255,8 @@ CASES = {
     ),
     "local_sgd_late": (
         "local_sgd",
-        _last(lj.local_sgd(4, delay=4, late="add")),
-        _adding((_mean, 1.0, 4, 4)),
+        _last(lj.local_sgd(4, mixing=0.25, delay=4, late="add")),
+        _adding((_mean, 0.75, 4, 4)),
         2e-6,
     ),
     "diloco_late": (

@@ -201,6 +201,32 @@ def test_a_restart_without_a_new_checkpoint_is_the_last_one(here):
     start(16, 0)
 
 
+@pytest.mark.parametrize(
+    ("times", "ends", "starts"),
+    [(3, [70, "kill -9 $$", 75, 0], 4), (1, [70, 75, 0], 2), (3, [134, 2, 0], 2)],
+)
+def test_a_process_is_started_again_so_many_times(times, ends, starts, here):
+    """Each start ends in its own way: with a status, or by a command."""
+    (here / "bin" / "sleep").write_text("#!/bin/bash\n")
+    (here / "bin" / "sleep").chmod(0o755)
+    ways = " ".join(shlex.quote(x if isinstance(x, str) else f"exit {x}") for x in ends)
+    program = f'ways=({ways}); echo >> starts; eval "${{ways[$(wc -l < starts) - 1]}}"'
+    line = [FOLDER / "again.sh", str(times), "bash", "-c", f"cd {here}; {program}"]
+    done = run(here, *line)
+    assert (here / "starts").read_text().count("\n") == starts
+    assert done.returncode == ends[starts - 1]
+    assert done.stderr.count("started again") == starts - 1
+
+
+def test_a_process_that_was_asked_to_stop_is_not_started_again(here):
+    program = "trap 'sleep 0.1; exit 75' TERM; echo ready; while true; do sleep 0.01; done"
+    line = [FOLDER / "again.sh", "3", "bash", "-c", program]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as loop:
+        assert loop.stdout.readline() == "ready\n"
+        loop.terminate()
+        assert loop.wait(30) == 75
+
+
 def test_the_jobset_names_its_own_pods():
     jobset = yaml.safe_load((FOLDER / "jobset.yaml").read_text())
     spec = jobset["spec"]

@@ -9,10 +9,12 @@ from outside import ROOT
 PACKAGES = "lsgd_jax", "train", "paper", "configs", "benchmarks", "examples"
 
 PRIVATE = {
+    "jax._src.compiler",
     "jax._src.core.get_axis_env",
     "jax._src.core.remove_explicit_mesh_axis_names",
     "jax._src.core.trace_ctx",
     "jax._src.distributed",
+    "orbax.checkpoint._src.serialization.type_handlers",
     "ray._private.ray_constants",
     "ray._private.utils",
     "ray._private.worker",

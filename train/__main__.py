@@ -12,6 +12,7 @@ if __name__ == "__main__":
         sys.exit(command.run(names.main, leaves_files=True))
 
 try:
+    import lsgd_jax as lj
     from train.cluster import devices, rendezvous
     from train.cluster.session import Session, WorkersLost, is_of_xla
     from train.config.schema import Config
@@ -82,9 +83,10 @@ def train(config: Config, session: Session) -> int:
     """Trains together with the processes of the session; returns the exit status."""
     from train.run import loop  # takes half a second, which --help can do without
     from train.run.open import open_run
+    from train.run.result import ENDED
 
     try:
-        compilation_cache.use(say=session.is_main)
+        compilation_cache.use(say=session.prints, each=session.words is not None)
         interrupts.check()
         run = open_run(config, session)
         interrupts.check()
@@ -92,6 +94,9 @@ def train(config: Config, session: Session) -> int:
         if is_of_xla(error):
             raise
         return session.leave(WRONG_USAGE, str(error))
+    except lj.LoopEnded as error:  # before this process has begun
+        print(f"{error}: nothing is left to do for this process")
+        return SUCCESS
     except KeyboardInterrupt:
         return session.leave(INTERRUPTED, interrupts.NOT_BEGUN)
     try:
@@ -106,7 +111,7 @@ def train(config: Config, session: Session) -> int:
         return INTERRUPTED
     if not result.is_good:
         return STOPPED
-    return RESUME if result.stopped_by == signal.SIGTERM else SUCCESS
+    return RESUME if result.stopped_by in (signal.SIGTERM, ENDED) else SUCCESS
 
 
 if __name__ == "__main__":

@@ -10,8 +10,13 @@ trainer.
 Ctrl-C and SIGTERM are passed on: the run saves and ends, after SIGTERM with status 75.
 Ctrl-Z pauses all processes. If one process fails, the others are stopped. The exit status
 is that of the failed process, or 128 plus the number of the signal that ended it, and the
-last line says how to resume. To restart processes after a failure, use the trainer's
-`--ray.processes` instead.
+last line says how to resume.
+
+`--restart 5` is for runs that go on without a lost process (`--min-workers`). A process
+other than process 0 that fails no longer stops the others. It is started again after a
+second, with the same command line, up to five times in all; from then on the others go on
+without it. The run ends with process 0, and has its exit status. Runs of other kinds
+restart with the trainer's `--ray.processes`.
 """
 
 import argparse
@@ -30,7 +35,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from train.process.exit_status import DELIBERATE, RESUME, SIGNALED, WRONG_USAGE
@@ -43,6 +48,8 @@ TOLD = "LSGD_JAX_TOLD"  # variable that names the file in which a run says how t
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_OTHERS = (RESUME, -signal.SIGABRT)  # statuses of processes that miss another one
+AGAIN_S = 1.0  # from a failure until a process is started again
+LOOK_S = 0.05  # between two looks at the processes
 
 
 def child() -> NoReturn:
@@ -148,6 +155,36 @@ def environments(
     return [common | {"CUDA_VISIBLE_DEVICES": ",".join(ids)} for ids in mine]
 
 
+def any_runs(children: Sequence[subprocess.Popen[str]]) -> bool:
+    """Whether a process has not ended."""
+    return any([child.poll() is None for child in children])
+
+
+def end(children: Sequence[subprocess.Popen[str]]) -> None:
+    """Kills the processes that have not ended."""
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def wait_for_all(children: Sequence[subprocess.Popen[str]], seconds: float) -> None:
+    """Blocks until all processes have ended, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while any_runs(children) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+
+
+def how_ended(number: int, code: int) -> str:
+    """Says how a process ended.
+
+    >>> how_ended(2, 7), how_ended(2, -9)
+    ('process 2 ended with status 7', 'process 2 was ended by SIGKILL')
+    """
+    if code >= 0:
+        return f"process {number} ended with status {code}"
+    return f"process {number} was ended by {signal.Signals(-code).name}"
+
+
 def wait(
     children: Sequence[subprocess.Popen[str]],
     grace: float,
@@ -169,18 +206,11 @@ def wait(
     def has_failed(child: subprocess.Popen[str]) -> bool:
         return bool(child.returncode) and not (passed and child.returncode == RESUME)
 
-    def running():
-        return any([child.poll() is None for child in children])
-
-    while running() and not any(map(has_failed, children)):
-        time.sleep(0.05)
-    deadline = time.monotonic() + grace
-    while running() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while any_runs(children) and not any(map(has_failed, children)):
+        time.sleep(LOOK_S)
+    wait_for_all(children, grace)
     failed = [child for child in children if has_failed(child)]
-    for child in children:
-        child.kill()
-        child.wait()
+    end(children)
     if not failed:
         return max(child.returncode for child in children), ""
     # A process that ends because another one failed may be the first to end. It may also
@@ -192,12 +222,90 @@ def wait(
 
     cause = min(causes, key=lambda child: is_own(child.returncode))
     code = cause.returncode
-    name = f"process {children.index(cause)}"
     if code in DELIBERATE:
         return code, ""
-    if code > 0:
-        return code, f"{name} ended with status {code}"
-    return SIGNALED - code, f"{name} was ended by {signal.Signals(-code).name}"
+    status = code if code > 0 else SIGNALED - code
+    return status, how_ended(children.index(cause), code)
+
+
+class Restarts:
+    """Starts processes other than process 0 again when they fail.
+
+    Args:
+      children: the processes in the order of their numbers. A process that is started
+        again takes the place of the one before.
+      start: starts the process of a number.
+      most: how many times, in all.
+    """
+
+    def __init__(
+        self,
+        children: list[subprocess.Popen[str]],
+        start: Callable[[int], subprocess.Popen[str]],
+        most: int,
+    ):
+        self._children = children
+        self._start = start
+        self._most = most
+        self._restarted: list[int] = []
+        self._given_up: set[int] = set()
+        self._failed_at: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Starts the processes again that failed a second ago."""
+        now = time.monotonic()
+        for number, child in enumerate(self._children):
+            has_failed = number > 0 and bool(child.poll())
+            if not has_failed or number in self._given_up:
+                continue
+            if now - self._failed_at.setdefault(number, now) >= AGAIN_S:
+                del self._failed_at[number]
+                self._follow(number, child.returncode)
+
+    def _follow(self, number: int, code: int) -> None:
+        if len(self._restarted) < self._most:
+            self._restarted.append(number)
+            then = f"started again ({len(self._restarted)} of {self._most})"
+            self._children[number] = self._start(number)
+        else:
+            self._given_up.add(number)
+            then = "the others go on without it"
+        with contextlib.suppress(OSError):
+            print(f"{how_ended(number, code)}; {then}", file=sys.stderr, flush=True)
+
+    def cannot_help(self) -> bool:
+        """Whether the command line is wrong, in a process that was started once."""
+        return any(
+            child.poll() == WRONG_USAGE and number not in self._restarted
+            for number, child in enumerate(self._children)
+        )
+
+
+def wait_for_first(
+    children: Sequence[subprocess.Popen[str]],
+    restarts: Restarts,
+    grace: float,
+    passed: Sequence[int] = (),
+) -> tuple[int, str]:
+    """Blocks until process 0 has ended, and so the run.
+
+    Args:
+      children, grace, passed: see `wait`.
+      restarts: starts the other processes again, until a signal was passed on.
+
+    Returns:
+      See `wait`.
+    """
+    first = children[0]
+    while first.poll() is None and not restarts.cannot_help():
+        if not passed:
+            restarts.look()
+        time.sleep(LOOK_S)
+    if first.poll() is None or (first.returncode in OF_OTHERS and not passed):
+        return wait(children, grace)  # because of another process
+    wait_for_all(children, grace)
+    end(children)
+    return wait([first], grace, passed)
 
 
 def how_to_continue(told: str) -> str:
@@ -239,6 +347,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--devices-per-process", type=int, help="GPUs, or emulated CPU devices, of each")
     add("--module", default="train", help="command that each process runs (train)")
     add("--grace", type=int, default=5, help="seconds to end after another one failed (5)")
+    add("--restart", type=int, help="times to start processes again, all but process 0")
     add("arguments", nargs="*", help="arguments of the command, after --")
     options = parser.parse_args(arguments)
     if options.module not in commands():
@@ -246,7 +355,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(
             f"`module` must be one of {', '.join(commands())}, got {options.module}{near}"
         )
-    for name, least in {"processes": 1, "devices_per_process": 1, "grace": 0}.items():
+    least_values = {"processes": 1, "devices_per_process": 1, "grace": 0, "restart": 0}
+    for name, least in least_values.items():
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {name}={value}")
@@ -268,7 +378,17 @@ def run(
     """
     coordinator = f"127.0.0.1:{free_port()}"
     children: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
     passed: list[int] = []
+
+    def start_one(number: int) -> subprocess.Popen[str]:
+        meeting = rendezvous_options(coordinator, options.processes, number)
+        line = [*options.arguments, *meeting]
+        # In a process group of its own, Ctrl-C reaches it only through `pass_on`.
+        child = start(module, line, environments[number], process_group=0)
+        readers.append(threading.Thread(target=show, args=[number, child], daemon=True))
+        readers[-1].start()
+        return child
 
     def send(number: int) -> None:
         for child in children:
@@ -287,18 +407,13 @@ def run(
         signal.signal(number, pass_on)
     for number in heeded([signal.SIGTSTP]):
         signal.signal(number, pause)
-    for i, environment in enumerate(environments):
-        meeting = rendezvous_options(coordinator, options.processes, i)
-        line = [*options.arguments, *meeting]
-        # In a process group of its own, Ctrl-C reaches it only through `pass_on`.
-        children.append(start(module, line, environment, process_group=0))
-    readers = [
-        threading.Thread(target=show, args=started, daemon=True)
-        for started in enumerate(children)
-    ]
-    for reader in readers:
-        reader.start()
-    result = wait(children, options.grace, passed)
+    for number in range(options.processes):
+        children.append(start_one(number))
+    if options.restart is None:
+        result = wait(children, options.grace, passed)
+    else:
+        restarts = Restarts(children, start_one, options.restart)
+        result = wait_for_first(children, restarts, options.grace, passed)
     for reader in readers:
         reader.join(options.grace)
     return result
@@ -324,6 +439,7 @@ def main(arguments: Sequence[str], module: str | None = None) -> int:
         return WRONG_USAGE
     again = ["python", "-m", "train.launch", "--processes", str(count)]
     again += [] if devices is None else ["--devices-per-process", str(devices)]
+    again += [] if options.restart is None else ["--restart", str(options.restart)]
     with tempfile.NamedTemporaryFile() as told:
         mine = {LAUNCHER: shlex.join([*again, "--"]), TOLD: told.name}
         module = module or options.module

@@ -147,13 +147,13 @@ def test_a_run_resumes_in_other_processes_with_the_same_or_other_workers(
 
 @pytest.mark.slow  # in one process `test_loop.py`
 def test_two_processes_train_with_messages_beside_the_steps(tmp_path, cache):
-    """The numbers are those of one process with its messages in the step."""
+    """By default; the numbers are those of one process with its messages in the step."""
     words = "digits --workers.nodes 2 --workers.locals 1 --method diloco --method.period 4 "
     words += "--method.delay 4 --method.late add --steps 12 --log-every 4 --test-every 6"
     found = []
-    for count, beside in ((2, "--beside"), (1, "--no-beside")):
+    for count in (2, 1):
         folder = tmp_path / str(count)
-        arguments = [*words.split(), beside, "--run-dir", str(folder)]
+        arguments = [*words.split(), "--run-dir", str(folder)]
         each = by_options(2) if count == 2 else [([], {})]
         with Trainers(tmp_path / f"printed-{count}", arguments, each, cache) as started:
             assert started.end() == [0] * count, started.printed(0)

@@ -123,6 +123,39 @@ def test_two_steps_in_an_allocation_are_two_runs(slurm, tmp_path, cache):
         assert [event["processes"] for event in events(name, "start")] == [2]
 
 
+def test_slurm_takes_a_lost_process_back_into_its_step(slurm, tmp_path, cache):
+    """The other task goes on. SIGTERM reaches both processes through again.sh."""
+    run = tmp_path / "run"
+    printed = tmp_path / "printed.txt"
+    options = "--workers.nodes 2 --workers.locals 1 --min-workers 1".split()
+    options += "--method local-sgd --method.period 6 --method.delay 3".split()
+    options += [*SMALL[-6:], *HASTY, "--steps", "1000000"]  # how often it reports, saves
+    resume = [EXAMPLES / "resume.sh", run, sys.executable, "-m", "train", "digits"]
+    loop = [EXAMPLES / "again.sh", "2", *resume, *options]
+    step = ["srun", "--no-kill", "--kill-on-bad-exit=0", "-N2", "-n2", *loop]
+    with open(printed, "w") as out:
+        both = {"stdout": out, "stderr": out, "cwd": ROOT}
+        env = slurm.environment(**variables(cache))
+        srun = slurm.start(slurm.names[0], *step, env=env, **both)
+        until(lambda: reported(run) >= 8, printed)
+        trainer_of(slurm, "1").kill()
+        until(lambda: "process 1 came in at step" in printed.read_text(), printed)
+        slurm.ask("scancel", "--signal=TERM", slurm.ask("squeue", "-h", "-o", "%i").strip())
+        assert srun.wait(120) == RESUME, printed.read_text()
+    assert printed.read_text().count("started again") == 1
+    assert max(checkpoints(run)) == max(checkpoints(run / "process-1"))
+
+
+def trainer_of(slurm, number):
+    """The process of the trainer in a task of Slurm."""
+    for pid in sum(map(slurm.processes, slurm.names), []):
+        process = psutil.Process(pid)
+        if process.environ().get("SLURM_PROCID") == number:
+            if process.cmdline()[1:3] == ["-m", "train"]:
+                return process
+    raise AssertionError(f"no trainer in task {number}")
+
+
 # Open MPI
 
 

@@ -124,9 +124,67 @@ def test_a_run_that_was_saved_after_a_signal_has_not_failed(codes, result):
 
 
 def ended(codes):
-    """Processes that have ended with these codes."""
-    done = dict.fromkeys(("poll", "kill", "wait"), lambda: 0)
-    return [types.SimpleNamespace(returncode=code, **done) for code in codes]
+    """Processes that have ended with these codes; None: one that runs."""
+    done = dict.fromkeys(("kill", "wait"), lambda: 0)
+    processes = [types.SimpleNamespace(returncode=code, **done) for code in codes]
+    for process in processes:
+        process.poll = lambda process=process: process.returncode
+    return processes
+
+
+def test_a_process_that_fails_is_started_again(run, monkeypatch):
+    """It gets the same command line. The others go on; the run ends with process 0."""
+    monkeypatch.setattr(launch, "AGAIN_S", 0.01)
+    program = (
+        "me = sys.argv[-1][-1]\n"
+        "starts = len(list(pathlib.Path().glob(me + '.*')))\n"
+        "pathlib.Path(f'{me}.{starts}').write_text(str(sys.argv[1:]))\n"
+        "if me == '1' and starts == 0: os.kill(os.getpid(), 9)\n"
+        "if me == '1' and starts == 1: sys.exit(70)\n"
+        "if me == '1': pathlib.Path('done').touch()\n"
+        "if me == '2': time.sleep(600)\n"
+        "while not all(map(os.path.exists, ('done', '2.0'))): time.sleep(0.01)\n"
+    )
+    options = ("--restart", "3", "--grace", "0")
+    found = run(program, *options, processes=3, arguments=["digits"])
+    lines = (
+        "process 1 was ended by SIGKILL; started again (1 of 3)\n"
+        "process 1 ended with status 70; started again (2 of 3)\n"
+    )
+    assert found == (0, "", lines)
+    files = {path.name: path.read_text() for path in pathlib.Path().glob("[0-2].*")}
+    assert files.keys() == {"0.0", "1.0", "1.1", "1.2", "2.0"}
+    assert files["1.0"] == files["1.1"] == files["1.2"] and "digits" in files["1.0"]
+
+
+def test_processes_are_started_again_so_many_times_in_all(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "AGAIN_S", 0.0)
+    processes = ended([None, 70, 0, -15])
+    restarts = launch.Restarts(processes, lambda number: ended([75])[0], most=2)
+    for _ in range(3):
+        restarts.look()
+    assert capsys.readouterr().err.splitlines() == [
+        "process 1 ended with status 70; started again (1 of 2)",
+        "process 3 was ended by SIGTERM; started again (2 of 2)",
+        "process 1 ended with status 75; the others go on without it",
+        "process 3 ended with status 75; the others go on without it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codes", "passed", "result"),
+    [
+        ([0, -9], [], (0, "")),
+        ([-9, 70], [], (137, "process 0 was ended by SIGKILL")),
+        ([75, -9], [], (137, "process 1 was ended by SIGKILL")),  # too few are left
+        ([75, -9], [signal.SIGTERM], (75, "")),
+        ([None, 2], [], (2, "")),  # wrong usage
+    ],
+)
+def test_a_run_that_restarts_processes_ends_with_the_first(codes, passed, result):
+    processes = ended(codes)
+    restarts = launch.Restarts(processes, start=None, most=3)
+    assert launch.wait_for_first(processes, restarts, 0, passed) == result
 
 
 def test_nothing_resumes_a_folder_that_is_gone(tmp_path):
@@ -212,6 +270,7 @@ def test_no_process_survives_the_launcher(program):
         (["--", "digits"], "the following arguments are required: --processes"),
         (["--processes", "0"], "`processes` must be at least 1, got processes=0"),
         (["--processes", "2", "--grace", "-1"], "`grace` must be at least 0, got grace=-1"),
+        (["--processes", "2", "--restart", "-1"], "`restart` must be at least 0"),
         (["--processes", "2", "digits", "--steps", "3"], "unrecognized arguments: --steps"),
         (
             ["--processes", "3", "--devices-per-process", "2"],

@@ -69,6 +69,9 @@ QUADRATIC = f"--method local-sgd --method.period {RULE}"
         # which is due every second step.
         (f"{SITES} --share 0.1", "diloco float32 4 0", [6.4, 110, 64]),
         (f"digits {NODES} --share 0.1", "diloco float32 4 1", [4.8, 10, 8]),
+        # Five steps hide 410 ms. A period is at least four times as long.
+        (f"{SITES} --share 0.1", "diloco float32 1 5", [0, 0, 32]),
+        (f"{SITES} --method.period 8", "diloco float32 1 2", [20.8, 210, 8]),
         # A mean in few bits has the messages of a sum.
         (f"digits {NODES} --share 0.25", "diloco int8 1 0", [21.8, 111.6, 4]),
         (f"digits {TWO} --share 0.25", "diloco int4 1 0", [23.5, 61.6, 2]),
@@ -278,7 +281,7 @@ def test_the_answer_comes_first_and_the_table_fits(columns, monkeypatch, capsys)
     assert options.startswith("  --method diloco")
     _, header, first, *_, last = table.splitlines()
     assert header.split() == ["method", "time", "nats", "cost", "waiting", "sent"]
-    assert first.startswith("DiLoCo, every 32 steps, 16") and "5.39 h" in first
+    assert first.startswith("DiLoCo, every 1024 steps, delay") and "5.29 h" in first
     assert last.split()[:4] == ["data", "parallel", "71.1", "days"]
     assert len(re.findall(r"\d [GT]B$", table, re.M)) == 8
     wrapped = f"{sentence}\n{table}\n{notes}"

@@ -9,9 +9,10 @@ import jax
 import lsgd_jax as lj
 from train.cluster.session import is_of_xla
 from train.cluster.started import Started
+from train.config.schema import Config
 
 
-def provide(count: int, processes: int = 1, beside: bool = False) -> None:
+def provide(count: int, processes: int = 1, beside: int = 0) -> None:
     """Emulates devices on a CPU. Must be called before jax uses a device.
 
     GPUs and TPUs are used as they are, with several workers per device if necessary.
@@ -20,8 +21,8 @@ def provide(count: int, processes: int = 1, beside: bool = False) -> None:
     Args:
       count: devices of the run: one per worker, or per shard of a worker.
       processes: processes of the run. Each one provides its share.
-      beside: whether exchanges travel beside the steps, among several processes. Then each
-        device gets another one of a CPU beside it.
+      beside: the number of CPU devices beside each one, on which exchanges of several
+        processes travel.
 
     Raises:
       ValueError: JAX_PLATFORMS names devices that do not exist here.
@@ -33,8 +34,27 @@ def provide(count: int, processes: int = 1, beside: bool = False) -> None:
         # If jax has its devices already, each of them holds several workers.
         with contextlib.suppress(RuntimeError):
             own = max(1, count // processes)
-            lj.emulate_devices(2 * own if beside and processes > 1 else own)
+            lj.emulate_devices(own * (1 + beside) if processes > 1 else own)
     check_platforms()
+
+
+def one_each(config: Config) -> list[jax.Device] | None:
+    """The device of each process, if its workers should share one; otherwise None.
+
+    XLA starts no step on several CPU devices of a process while a message of others waits,
+    so messages could not travel beside such steps.
+    """
+    processes = jax.process_count()
+    grid = config.workers
+    if processes == 1 or jax.default_backend() != "cpu" or not config.may_send_beside:
+        return None
+    if grid.devices_each > 1 or not grid.fits(processes):
+        return None
+    devices = jax.devices()
+    return [
+        next(device for device in devices if device.process_index == process)
+        for process in range(processes)
+    ]
 
 
 def leave_to_workers() -> None:

@@ -24,6 +24,7 @@ from train.cluster.detection import BY_ITSELF, detect
 from train.cluster.devices import local_device_ids, provide
 from train.cluster.session import Session, gather, is_of_xla
 from train.cluster.started import Started
+from train.cluster.words import Words
 from train.config.schema import FREE_PER_PROCESS, Config, fields
 from train.process import numerics
 from train.process.exit_status import RESUME, WRONG_USAGE
@@ -31,6 +32,8 @@ from train.process.messages import one_line, plain
 
 
 JAX_LATER_S = 30  # jax gives up so much later than this module, by aborting the process
+CHANGES = 16  # CPU devices beside each one that trains; messages of new members take others
+OF_A_START = {"run_dir", "runs", "resume"}  # settings of a process that starts again
 RETRY_S = 60.0  # Kubernetes may publish a host's name only after it has started the host
 
 
@@ -47,9 +50,19 @@ def join(config: Config) -> Session:
     """
     options = config.distributed
     started = detect(options, os.environ)
+    may_lose = config.min_workers is not None
     if started is None:
+        if may_lose:
+            raise ValueError(
+                "`min_workers` must be left out in a single process, got "
+                f"min_workers={config.min_workers}; {BY_ITSELF}"
+            )
         provide(config.workers.devices)
         return Session()
+    if may_lose:
+        jax.config.update("jax_enable_recoverability", True)
+        # Its handler of SIGTERM would stop all processes.
+        jax.config.update("jax_enable_preemption_service", False)
     gpus = local_device_ids(options.gpus, started, os.environ)
     _check_own_name(is_reached=False)
     try:
@@ -73,13 +86,19 @@ def join(config: Config) -> Session:
     # process on CPUs that does not know it has one device.
     devices = config.workers.devices
     processes = started.arguments.get("num_processes", devices)
-    provide(devices, processes, config.beside)
-    session = Session(jax.process_index(), ["?"] * jax.process_count())
+    if may_lose:
+        provide(processes, processes, CHANGES)  # each trains on one device
+        words = Words(jax.process_index(), patience=options.start_timeout)
+        session = Session(jax.process_index(), [socket.gethostname()], words)
+    else:
+        provide(devices, processes, int(config.may_send_beside))
+        session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:
             _check_own_name(is_reached=_has_other_hosts(started.arguments))
             _check_devices()
-            session.hosts = gather(socket.gethostname())
+            if not may_lose:
+                session.hosts = gather(socket.gethostname())
             _check_agreement(session, config, started.arguments.get("num_processes"))
         except ValueError as error:
             if is_of_xla(error):
@@ -159,9 +178,11 @@ def _check_agreement(session: Session, config: Config, processes: int | None) ->
     mine: dict[str, Any] = {"lsgd_jax": lj.__version__}
     mine |= numerics.versions() | numerics.jax_settings()
     mine |= sources() | {"distributed.num_processes": processes}
-    mine |= {name: x for name, x in fields(config).items() if name not in FREE_PER_PROCESS}
-    all_settings = [json.loads(text) for text in session.gather(json.dumps(mine))]
-    for process, theirs in enumerate(all_settings):
+    own = FREE_PER_PROCESS | (OF_A_START if session.words else set())
+    mine |= {name: x for name, x in fields(config).items() if name not in own}
+    told = session.compared(json.dumps(mine))
+    all_settings = {process: json.loads(text) for process, text in told.items()}
+    for process, theirs in all_settings.items():
         for name in all_settings[0] | theirs:
             value = all_settings[0].get(name)
             other = theirs.get(name)

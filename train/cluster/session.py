@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from train.cluster.words import Words
 from train.process.exit_status import CRASHED, INTERRUPTED, RESUME
 from train.process.messages import one_line, plain
 
@@ -31,13 +32,16 @@ class Session:
     """This process among the processes of its run, see `train.cluster.rendezvous.join`.
 
     All processes must exchange messages in the same order, because they are collectives.
+    Where processes may be lost, each one is alone in its session, and writes its own
+    files. It knows what process 0 says.
 
     Args:
       process_id: the number of this process, from 0.
-      hosts: the host name of each process.
+      hosts: the host name of each process; where processes may be lost that of this one.
+      words: what process 0 says, where processes may be lost; otherwise None.
 
     Attributes:
-      process_id, hosts: as given.
+      process_id, hosts, words: as given.
       where: returns the progress of this process and how to resume, for its last line.
 
     >>> session = Session()
@@ -45,8 +49,14 @@ class Session:
     (True, False, ['a'])
     """
 
-    def __init__(self, process_id: int = 0, hosts: Sequence[str] = ("localhost",)):
+    def __init__(
+        self,
+        process_id: int = 0,
+        hosts: Sequence[str] = ("localhost",),
+        words: Words | None = None,
+    ):
         self.process_id = process_id
+        self.words = words
         self.hosts = list(hosts)
         self.where: Callable[[], str] = lambda: "before training began"
 
@@ -57,13 +67,28 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints, and writes files and figures."""
+        """Whether this process writes files and figures."""
+        return self.prints or self.words is not None
+
+    @property
+    def prints(self) -> bool:
+        """Whether this process prints."""
         return self.process_id == 0
 
     @property
     def has_others(self) -> bool:
         """Whether this process is one of several."""
         return self.num_processes > 1
+
+    @property
+    def tests(self) -> bool:
+        """Whether this process takes part in tests."""
+        return self.prints or self.words is None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return not self.has_others and self.words is None
 
     # Messages
 
@@ -94,7 +119,13 @@ class Session:
 
     def same_everywhere(self, text: str) -> bool:
         """Whether all processes passed the same text."""
-        return len(set(self.gather(text))) == 1
+        return len(set(self.compared(text).values())) == 1
+
+    def compared(self, text: str) -> dict[int, str]:
+        """The texts by process: of all of them, or of process 0 and of this one."""
+        if self.words is not None:
+            return {0: self.words.of_main(text), self.process_id: text}
+        return dict(enumerate(self.gather(text)))
 
     def wait_for_all(self) -> None:
         """Blocks until every process has called this."""
@@ -124,9 +155,9 @@ class Session:
         sys.stdout.flush()  # so that this line is the last one, also in a file of both
         start = "" if status == INTERRUPTED else "error: "
         print(start + plain(line), file=sys.stderr)
-        if self.has_others:
+        if not self.is_alone:
             sys.stderr.flush()
-            if self.is_main:  # jax aborts the others when this process exits
+            if self.prints:  # jax aborts the others when this process exits
                 time.sleep(LAST_LINES_S)
             os._exit(status)
         return status
@@ -137,7 +168,7 @@ class Session:
         try:
             yield
         except Exception as error:
-            if not self.has_others:
+            if self.is_alone:
                 raise
             if is_of_xla(error):
                 line = f"another process was lost {self.where()} ({one_line(error)})"

@@ -3,7 +3,9 @@
 import itertools
 import os
 import signal
+import time
 import types
+from typing import Any
 
 from jax.experimental import multihost_utils
 
@@ -11,6 +13,7 @@ from train.cluster.session import Session
 from train.process import interrupts
 
 
+PATIENCE_S = 15.0  # for a step at which all stop; Kubernetes kills after 30 seconds
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -93,3 +96,31 @@ class StopSignals:
         """Raises StopRequested if it was SIGTERM, which SIGKILL follows after some time."""
         if self.asked() and self.received == signal.SIGTERM:
             raise StopRequested
+
+
+class StopTogether(StopSignals):
+    """The signals of a run of which processes may be lost.
+
+    If process 0 was asked to stop, all stop at one step, at which a message lands. If
+    another one was asked, it waits whether process 0 was, too, and then leaves alone.
+
+    Args:
+      crew: the processes.
+    """
+
+    def __init__(self, crew: Any):
+        super().__init__(Session())
+        self._crew = crew
+        self._since: float | None = None  # when this process was asked to stop
+
+    def asked(self) -> bool:
+        """Whether to stop here."""
+        if self._crew.stopped:
+            self.received = signal.Signals[self._crew.stopped]
+            return True
+        if self.received is None:
+            return False
+        if self._since is None:
+            self._since = time.monotonic()
+            self._crew.stop_all(self.received.name)
+        return time.monotonic() - self._since > PATIENCE_S

@@ -230,6 +230,15 @@ class WorkersConfig:
         """The number of devices when no two workers share one."""
         return self.nodes * self.locals * self.devices_each
 
+    def fits(self, places: int) -> bool:
+        """Whether so many places can have whole nodes, or equal parts of a node, each.
+
+        >>> WorkersConfig(nodes=2, locals=4).fits(4), WorkersConfig(nodes=3).fits(2)
+        (True, False)
+        """
+        each, rest = divmod(places, self.nodes)
+        return self.nodes % places == 0 or (rest == 0 and self.locals % each == 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -401,9 +410,15 @@ class Config:
     # accelerators, where a delayed message travels while the gradient is computed.
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Send messages of a method with a delay beside the steps, on CPU devices of their own,
-    # while whole steps run: for processes on a slow network. All numbers are those of the
-    # same delay inside the step.
-    beside: Annotated[bool, FREE, LOCK_STEP] = False
+    # while whole steps run. All numbers are those of the same delay inside the step. By
+    # default they travel beside where processes lie between the workers (on accelerators:
+    # hosts or slices, and with a delay of more than one step), if the settings allow it.
+    beside: Annotated[bool | None, FREE, LOCK_STEP] = None
+    # Go on without processes that are lost, with at least this many workers, and take back
+    # those that start again; messages travel beside the steps. Process 0 must live, and
+    # tests. Each process saves and logs its own workers, in a folder below that of process
+    # 0. By default a lost process ends the run.
+    min_workers: Annotated[int | None, COUNT, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker. Steps that
     # compute no gradient (palsgd) do not count.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
@@ -428,6 +443,19 @@ class Config:
     distributed: Annotated[DistributedConfig, LOCK_STEP, LOCAL] = DistributedConfig()
     # Ray: asynchronous workers, or processes in lock step.
     ray: Annotated[RayConfig, FREE] = RayConfig()
+
+    @property
+    def may_send_beside(self) -> bool:
+        """Whether messages may travel beside the steps, as far as settings tell.
+
+        >>> late = methods.make("diloco", delay=2)
+        >>> Config(name="a", model="cnn7", method=late).may_send_beside
+        True
+        """
+        if self.beside is not None or self.min_workers is not None:
+            return self.beside is not False
+        is_whole = self.static_phases is not None or self.batch_statistics == "average"
+        return bool(getattr(self.method, "delay", 0)) and not is_whole
 
     def __post_init__(self):
         values = fields(self)
@@ -549,6 +577,14 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "data.crop", "at most 32 with cifar10", fits
     both = bool(config.data.source) == bool(config.data.target)
     yield "data.target", "given with data.source, and only then", both
+
+    least = config.min_workers
+    is_some = least is None or least <= grid.nodes * grid.locals
+    yield "min_workers", "at most the number of workers", is_some
+    rule = "left out with --beside False"
+    yield "min_workers", rule, least is None or config.beside is not False
+    rule = "left out with ray.processes, which Ray restarts"
+    yield "min_workers", rule, least is None or config.ray.processes is None
 
     own = config.distributed
     ray = config.ray

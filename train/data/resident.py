@@ -9,7 +9,7 @@ from jax import Array
 
 import lsgd_jax as lj
 from train.data.arrays import Dataset
-from train.data.sampler import EpochSampler, rows_in_batches
+from train.data.sampler import EpochSampler, test_rows
 from train.data.translation import Translation
 
 
@@ -60,14 +60,12 @@ class Resident:
     def test_batches(self) -> list[Any]:
         """Placed on first use, because not all processes test."""
         test = self._test
-        workers = self._workers
         count = len(self._test[0])
         placed = []
-        for rows in rows_in_batches(count, workers.num_workers, self._test_batch):
-            mine = rows[list(workers.owned)]
+        for mine in test_rows(count, self._workers, self._test_batch):
             taken = np.minimum(mine, count - 1)
             batch = *(x[taken] for x in test), mine < count
-            placed.append(workers.put_owned(batch))
+            placed.append(self._workers.put_owned(batch))
         return placed
 
     def batches(self, steps: range) -> Generator[Array, None, None]:

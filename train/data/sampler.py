@@ -1,6 +1,7 @@
 """The choice of the training examples that each worker sees at each step."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,18 @@ def sampled(
     own = parts(count, workers, seed) if shard else None
     size = count if own is None else own.shape[1]
     return EpochSampler(size, batch_size, seed), own
+
+
+def test_rows(count: int, place: Any, most: int) -> np.ndarray:
+    """The rows of the test examples that this process takes, in batches: int [n, W', b].
+
+    Args:
+      count: the number of test examples.
+      place: all workers, or those of a process, which then tests all examples itself.
+      most: the size of a worker's batch at most.
+    """
+    testers = getattr(place, "testers", place)
+    return rows_in_batches(count, testers.num_workers, most)[:, list(testers.owned)]
 
 
 def rows_in_batches(count: int, workers: int, most: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import lsgd_jax as lj
 from train.data import imagenet
 from train.data.arrays import DataError
 from train.data.imagenet import Files, ImageFolder
-from train.data.sampler import EpochSampler, rows_in_batches
+from train.data.sampler import EpochSampler, test_rows
 from train.process.messages import counted
 
 
@@ -101,8 +101,7 @@ class Stream:
             if files.left_out:
                 warn(imagenet.describe_left_out(files.left_out))
         count = len(folder.test.labels)
-        rows = rows_in_batches(count, workers.num_workers, test_batch)
-        self._test_rows = rows[:, list(workers.owned)]
+        self._test_rows = test_rows(count, workers, test_batch)
         for files in (folder.train, folder.test):
             rows = range(len(files.labels))
             pause = functools.partial(self._pause, threading.Event())

@@ -17,7 +17,7 @@ from jax import Array
 
 import lsgd_jax as lj
 from train.data.arrays import DataError
-from train.data.sampler import rows_in_batches
+from train.data.sampler import test_rows
 
 
 Tokens = Literal["characters", "bytes"]
@@ -254,15 +254,14 @@ class Windows:
 
     def _in_batches(self, ids: np.ndarray) -> Iterator[Any]:
         """Consecutive windows, each of which starts with the last token of the previous."""
-        workers = self._workers
         length = self._context
         last = len(ids) - 1
         count = -(-last // length)
         most = max(1, TEST_TOKENS // length)
-        for rows in rows_in_batches(count, workers.num_workers, most):
-            places = rows[list(workers.owned), :, None] * length + np.arange(length + 1)
+        for rows in test_rows(count, self._workers, most):
+            places = rows[..., None] * length + np.arange(length + 1)
             batch = ids[np.minimum(places, last)], places[..., 1:] <= last
-            yield workers.put_owned(batch)
+            yield self._workers.put_owned(batch)
 
     @staticmethod
     def batches(steps: range) -> Generator[tuple[()], None, None]:

@@ -29,8 +29,8 @@ class Interval(NamedTuple):
         were not measured.
       skipped: the rows of `losses` of steps without a gradient.
       done: the last step that was known to be complete when the interval was read.
-      elections: (step, diagnostics) for each step at which leaders were elected, without
-        those that `take_elections` has returned.
+      elections: (step, diagnostics of the pulls that elected) for each step at which
+        leaders were elected, without those that `take_elections` has returned.
       diagnostics: after the last step.
       waiting: bool [W], whether a worker waits to be restored at the last step.
       restored: int [W], how often each worker was restored in the interval.
@@ -86,8 +86,13 @@ class MetricsBuffer:
         without a gradient.
       closes: the step at which the interval of a step closes.
       at_home: brings arrays of the state to the devices that train; None if all are there.
-      measures: whether the distances between workers are measured in the interval that
-        closes at a step. Each of the three takes a mean of all parameters.
+      known: the state of the optimizers that may be read at this step.
+      late: the steps after an election at which the leader of each pull is known. By
+        default it is known at once.
+      measures: whether the distance between workers is measured at the end of the interval
+        that closes at a step, which takes a mean of all parameters.
+      around_exchanges: whether it is also measured before and after the last exchange of
+        such an interval.
 
     Attributes:
       recent: as given.
@@ -104,7 +109,10 @@ class MetricsBuffer:
         losses: Sequence[Sequence[float] | None] = (),
         closes: Callable[[int], int] = lambda step: step,
         at_home: Callable[[Any], Any] | None = None,
+        known: Callable[[Any], Any] = lambda opt_state: opt_state,
+        late: Sequence[int] = (),
         measures: Callable[[int], bool] = lambda step: True,
+        around_exchanges: bool = True,
     ):
         self.recent = recent
         self.read = step
@@ -112,23 +120,30 @@ class MetricsBuffer:
         diagnose = functools.partial(lj.diagnostics, method=method)
         self._diagnose = _copying(diagnose, at_home)
         self._wait = _copying(lj.waiting, at_home)
+        self._known = known
         pulls = workers.fetch(self._diagnose(opt_state))
         self._last = pulls
         self._closes = closes
         self._measures = measures
+        self._around_exchanges = around_exchanges
         self._pulls = pulls
         # Of this interval: its last step, and the step of its last exchange, or 0.
         self._closes_at = step
         self._exchange = 0
         self._distances: dict[int, Array] = {}
-        self._electing = [pull for pull in pulls if pull.leader is not None]
+        # The steps after an election at which its leader is known, of pulls that elect.
+        self._late = {
+            i: late[i] if late else 0
+            for i, pull in enumerate(pulls)
+            if pull.leader is not None
+        }
         self._unread: deque[StepInFlight] = deque()
         # Read, not reported.
         self._rows: list[np.ndarray | None] = [
             None if row is None else np.asarray(row, np.float32) for row in losses
         ]
         self._reported = step - len(losses)
-        self._elections: list[tuple[int, Any]] = []
+        self._elections: list[tuple[int, int, Any]] = []  # step, pull, diagnostics
         self._closed: deque[tuple] = deque()
 
     def add(self, step: int, result: Array, state: Any, has_loss: bool = True) -> None:
@@ -139,12 +154,18 @@ class MetricsBuffer:
           state: the state.
         """
         self._unread.append(StepInFlight(step, result, has_loss))
-        if any(pull.is_due(step) for pull in self._electing):
-            self._elections.append((step, self._diagnose(state.opt_state)))
+        elected = [
+            (step - late, i)
+            for i, late in self._late.items()
+            if self._pulls[i].is_due(step - late)
+        ]
+        if elected:
+            now = self._diagnose(self._known(state.opt_state))
+            self._elections += [(since, i, now[i]) for since, i in elected]
         if step > self._closes_at:
             self._closes_at = self._closes(step)
             self._exchange = 0
-            if self._measures(self._closes_at):
+            if self._around_exchanges and self._measures(self._closes_at):
                 self._exchange = self._last_exchange(step)
         if self._exchange and step in (self._exchange - 1, self._exchange):
             self._distances[step] = lj.consensus_distance(state.params)
@@ -183,16 +204,20 @@ class MetricsBuffer:
         self._elections = []
         return self._fetched(taken)
 
-    def _fetched(self, elections: list[tuple[int, Any]]) -> list[Election]:
-        steps = [step for step, _ in elections]
-        return list(zip(steps, self._workers.fetch([then for _, then in elections])))
+    def _fetched(self, elections: list[tuple[int, int, Any]]) -> list[Election]:
+        pulls = self._workers.fetch([then for _, _, then in elections])
+        found: dict[int, list[Any]] = {}
+        for (step, _, _), pull in zip(elections, pulls):
+            found.setdefault(step, []).append(pull)
+        return [(step, tuple(elected)) for step, elected in found.items()]
 
     def close_interval(self, step: int, state: Any) -> Interval | None:
         """Closes an interval at this step and returns the one before it, or None."""
         measured = {}
         if self._measures(step):
             measured[step] = lj.consensus_distance(state.params)
-        now = [read(state.opt_state) for read in (self._diagnose, self._wait)]
+        opt_state = self._known(state.opt_state)
+        now = [read(opt_state) for read in (self._diagnose, self._wait)]
         distances = self._distances | measured
         self._closed.append((step, self._elections, self._exchange, distances, *now))
         self._elections = []

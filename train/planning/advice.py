@@ -13,6 +13,7 @@ from train.planning.candidates import NAMES, Candidate, MethodVariant
 from train.planning.links import Link
 from train.planning.periods import average, constant
 from train.planning.scenario import KNOWN, Scenario
+from train.process.messages import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Advice:
 
         Data parallel is the simplest. Of others with the same hours the lower loss counts,
         which without a law is that of the shorter period; up to 32 steps periods are alike
-        (arXiv:2503.09799, Figure 15). Then the order of `methods` decides.
+        (arXiv:2503.09799, Figure 15). Then those without a delay of several steps come
+        first, as an exchange drops these steps, and the order of `methods` decides.
         """
         slower = 1 + self.share  # that many times slower counts as equally fast
         if self.base.seconds <= slower * self.candidates[0].seconds:
@@ -58,7 +60,7 @@ class Advice:
         if len(some) < 2:  # data parallel alone has a law
             some = self.candidates
         close = [x for x in some if x.seconds <= slower * some[0].seconds]
-        return min(close, key=lambda x: (_cost(x), *x.complexity))
+        return min(close, key=lambda x: (_cost(x), x.method.delay > 1, *x.complexity))
 
     @property
     def least(self) -> Candidate:
@@ -114,6 +116,8 @@ class Advice:
             yield batch
         if best is self.base:
             return
+        if best.method.delay and best.pace is None:
+            yield _of_delay(best)
         if least.loss.more != best.loss.more:
             yield f"for {least.loss.more:+.3f} nats: {least.name}, {_time(least)}"
         if best.seconds > (1 + self.share) * fastest.seconds:
@@ -125,6 +129,12 @@ class Advice:
     def notes(self, candidates: Sequence[Candidate]) -> Iterator[str]:
         """Yields the sources of the numbers of candidates, and where there is none."""
         yield from self.sources
+        if any(x.method.delay > 1 for x in candidates):
+            yield (
+                "with a delay of several steps messages travel beside the steps, which was "
+                "measured on CPUs alone; each exchange drops what the workers have learned "
+                "in these steps (docs/slow_networks.md)"
+            )
         scenario = self.scenario
         if scenario.tokens is None:
             return
@@ -222,6 +232,18 @@ def _cost(found: Candidate) -> float:
     if found.loss.more is None:
         return max(average(found.periods[-1]), KNOWN[0])
     return found.loss.more
+
+
+def _of_delay(found: Candidate) -> str:
+    """How much of an exchange a delay hides."""
+    seconds = max(seconds for seconds, _ in found.exchanges)
+    left = found.exposed(seconds)
+    exchange = "the exchange of a fragment" if found.method.fragments > 1 else "an exchange"
+    delay = f"the delay of {counted(found.method.delay, 'step')}"
+    end = f"hidden by {delay}"
+    if left:
+        end = f"{delay} hides {duration(seconds - left)}, {duration(left)} is left"
+    return f"{exchange} takes {duration(seconds)}: {end}"
 
 
 def _time(found: Candidate) -> str:

@@ -1,10 +1,10 @@
 """Methods with their settings, and the time that training takes with each of them.
 
 Candidates run in lock step. A delay of one step hides as much as a step computes, or as its
-compiled program does; a longer one hides no more, because a step's program ends with its
-collectives. Data parallel gets the best case: gradients are sent layer by layer during the
-backward pass, which is two thirds of a step (see `bandwidth`). Where workers differ, times
-are simulated (see `engine`), and asynchronous methods are candidates, too.
+compiled program does. With a longer one messages travel beside the steps, and it hides what
+so many steps compute. Data parallel gets the best case: gradients are sent layer by layer
+during the backward pass, which is two thirds of a step (see `bandwidth`). Where workers
+differ, times are simulated (see `engine`), and asynchronous methods are candidates, too.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class Candidate:
       settings: what laws have for the rate, the batch in tokens and the outer rate.
       loss: the loss that is expected.
       pace: simulated, where workers differ.
-      hides: the share of a step's computing behind which a delayed exchange is hidden.
+      hides: the share of a step's computing that hides an exchange with a delay of a step.
     """
 
     method: MethodVariant
@@ -211,10 +211,12 @@ class Candidate:
     def exposed(self, seconds: float) -> float:
         """The seconds of an exchange that are not hidden behind computing."""
         if self.method.name == "allreduce":
-            hides = BACKWARD
+            steps = BACKWARD
+        elif self.method.delay == 1:
+            steps = self.hides
         else:
-            hides = self.hides * min(self.method.delay, 1)
-        return max(0.0, seconds - hides * self.step)
+            steps = self.method.delay
+        return max(0.0, seconds - steps * self.step)
 
 
 def _often(periods: tuple[Period, ...]) -> str:

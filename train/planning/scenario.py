@@ -27,6 +27,8 @@ ALL = "all workers"
 KNOWN = (32, 96)  # periods near those with a law, 30 and 100, that fragments divide
 LONGEST = 1024  # the longest period
 RARELY = 10  # the fewest exchanges of a run
+# A period is so many times as long as a delay of several steps, which an exchange drops.
+PERIOD_OF_DELAYS = 4
 SPARSE = 32  # the shortest period of sparse-diloco; its default is 30
 
 
@@ -111,14 +113,32 @@ class Scenario:
         A method with a law has the shortest period for which a law was fitted or measured,
         and longer ones as long as workers wait more than this share of the time. Other
         methods have the shortest power of two with which they wait no more. A given period
-        is that of all methods that can have it.
+        is that of all methods that can have it. DiLoCo comes with a delay of several steps,
+        too, if its exchanges take as long.
         """
-        found = [x for m in methods(self.leaves) for x in self._with_periods(m, share)]
+        compared = list(methods(self.leaves))
+        compared += filter(None, map(self._hidden, compared))
+        found = [x for m in compared for x in self._with_periods(m, share)]
         found = [self._simulated(x) for x in found]
         if self.unequal is not None:
             for method in asynchronous(self.leaves):
                 found += map(self._simulated, self._free_running(method))
         return sorted(found, key=lambda x: x.seconds)  # stable: the simplest first
+
+    def _hidden(self, method: MethodVariant) -> MethodVariant | None:
+        """DiLoCo with the delay of several steps that hides its exchanges, or None."""
+        if method.name != "diloco" or method.delay:
+            return None
+        one = self._of_equals(method, (KNOWN[0],))
+        ((seconds, _),) = one.exchanges
+        delay = math.ceil(seconds / one.step)
+        longest = LONGEST
+        if self.period is not None:
+            given = constant(self.period.over(one.steps))
+            longest = 0 if given is None else given
+        fits = min(longest // PERIOD_OF_DELAYS, longest // method.fragments - 1)
+        delay = min(delay, fits)
+        return method._replace(delay=delay) if delay > 1 else None
 
     def _with_periods(self, method: MethodVariant, share: float) -> Iterator[Candidate]:
         if method.name == "allreduce":
@@ -127,14 +147,15 @@ class Scenario:
         if self.period is not None:
             yield from self._with_the_given(method, self.period)
             return
-        if method.name == "diloco" and self.tokens is not None:
+        has_law = method.name == "diloco" and method.delay <= 1 and self.tokens is not None
+        if has_law:
             for period in KNOWN:
                 found = self._of_equals(method, (period,))
                 yield found
                 if found.share <= share:
                     return
         periods = self._shortest(method, share)
-        if method.name != "diloco" or self.tokens is None or periods[0] > KNOWN[-1]:
+        if not has_law or periods[0] > KNOWN[-1]:
             yield self._of_equals(method, periods)
 
     def _with_the_given(
@@ -169,12 +190,15 @@ class Scenario:
         """The shortest periods with which workers wait at most this share of the time.
 
         LSGD's levels get half of the time each, and the outer period is not shorter. A
-        fragment is due after more steps than the delay.
+        fragment is due after more steps than the delay, and a delay of several steps is a
+        small share of the period.
         """
         levels = 2 if method.name == "lsgd" else 1
         least = method.fragments * (1 + method.delay)
         if method.wire == "sparse":
             least = max(least, SPARSE)
+        if method.delay > 1:
+            least = power_of_two(max(least, PERIOD_OF_DELAYS * method.delay))
         one = self._of_equals(method, (least,) * levels)
         most = LONGEST
         while one.steps is not None and most > max(1, one.steps // RARELY):
@@ -200,6 +224,8 @@ class Scenario:
         exchanges, sent, peak = self._exchanges(method, periods)
         if self.tokens is None:
             loss = laws.none("the number of tokens is not known")
+        elif method.delay > 1:
+            loss = laws.none("measured for a delay of a step at most")
         else:
             loss = laws.loss(self.parameters, self.tokens, self.replicas, method.name, last)
         return Candidate(

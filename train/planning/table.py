@@ -117,7 +117,8 @@ class Table:
         cells |= self._bills(found)
         cells["waiting"] = f"{100 * found.share:.1f} %"
         cells |= sent
-        cells["longest wait"] = duration(found.pause, digits=3)
+        is_hidden = found.method.delay > 0 and found.pause == 0
+        cells["longest wait"] = "hidden" if is_hidden else duration(found.pause, digits=3)
         return dict(itertools.islice(cells.items(), COLUMNS - 1))
 
     def _all_cells(self, found: Candidate) -> Cells:

@@ -13,11 +13,13 @@ import platform
 import re
 import sys
 import tempfile
+import types
 import warnings
 from typing import Any
 
 import filelock
 import jax
+from jax._src import compiler, distributed
 
 from train.process.messages import plain
 
@@ -31,12 +33,29 @@ MIN_COMPILE_S = 0.05
 PER_PROGRAM = "Error (reading|writing) persistent compilation cache|Cache value for key"
 
 
-def use(say: bool = True) -> None:
+class FirstProcess:
+    """The processes as jax's compiler sees them, which keeps programs of process 0 alone.
+
+    Attributes:
+      process_id: of this process, as if it was the first one.
+    """
+
+    process_id = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(distributed.global_state, name)
+
+
+def use(say: bool = True, each: bool = False) -> None:
     """Turns the cache on. Call it before jax compiles anything.
 
     Args:
       say: whether to print a warning if the cache cannot be used.
+      each: whether each process keeps its programs, which are its own.
     """
+    if each:
+        module: Any = compiler
+        module.distributed = types.SimpleNamespace(global_state=FirstProcess())
     settings: Any = jax.config
     given = settings.jax_compilation_cache_dir
     if not settings.jax_enable_compilation_cache:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
+from orbax.checkpoint._src.serialization import type_handlers
 
 from train.cluster.session import Session, is_of_loss
 from train.metrics import measures
@@ -140,7 +141,12 @@ class Checkpoints:
         self._remove_leftovers()
         self._policy = BestAndFinite(self._folder)
         policies = [checkpoint_managers.LatestN(keep), self._policy]
+        processes = _processes_of(session)
+        if session.words is not None:  # Orbax makes the folder for all processes only
+            self._folder.mkdir(exist_ok=True)
         options = ocp.CheckpointManagerOptions(
+            create=session.words is None,
+            multiprocessing_options=processes,
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=BARRIER_S,
@@ -150,7 +156,15 @@ class Checkpoints:
                 create_directories_asynchronously=False,
             ),
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=options,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+                "notes": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+                MODEL: ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+            },
+        )
         self._unconfirmed: int | None = None
         self._tests: dict[int, dict[str, float]] = {}  # of checkpoints being written
 
@@ -196,6 +210,8 @@ class Checkpoints:
         if obstacle:
             self._failed(obstacle)
             return False
+        if self._session.words is not None:
+            state, model = jax.tree.map(_on_host, (state, model))
         items = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(notes)}
         if model is not None:
             items[MODEL] = ocp.args.StandardSave(model)
@@ -365,6 +381,8 @@ def read(
     noted = notes_of(folder, step)
     try:
         wanted = jax.tree.map(_abstract, like(noted))
+        if session.words is not None:
+            wanted = jax.tree.map(_like_on_host, wanted)
     except (KeyError, TypeError, AttributeError) as error:
         raise Unreadable(step, f"its notes are incomplete ({error!r})") from error
     _silence()
@@ -372,7 +390,10 @@ def read(
         saved = _saved(path / "state")
         known = _as_saved(wanted, saved)
         difference = _first_difference(saved, known)
-        state = None if difference else _restore(path / "state", wanted, known)
+        state = None
+        if not difference:
+            processes = _processes_of(session)
+            state = _restore(path / "state", wanted, known, processes)
     except Exception as error:  # Orbax and TensorStore raise all kinds
         if is_of_loss(error):
             raise
@@ -437,9 +458,50 @@ def _restore_part(path: pathlib.Path, wanted: Callable[[str], bool]) -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path, args=args)
 
 
-def _restore(path: pathlib.Path, wanted: Any, known: Any) -> Any:
+class _Alone:
+    """The processes, for Orbax's handler of host arrays, which writes in process 0 alone.
+
+    Here each process writes its own, and Orbax has no option for it.
+    """
+
+    @staticmethod
+    def process_index() -> int:
+        return 0
+
+
+def _processes_of(session: Session) -> Any:
+    """The processes that write and read together, as Orbax needs them."""
+    if session.words is None:
+        return ocp.options.MultiprocessingOptions()
+    own = session.process_id
+    handlers: Any = type_handlers
+    handlers.multihost = _Alone
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
+    )
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """An array of this process as Orbax takes it where other processes do not write.
+
+    Random keys are the integers that they hold.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _like_on_host(x: Any) -> np.ndarray:
+    """An array like `_on_host`, which takes no memory."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return np.broadcast_to(np.zeros([], x.dtype), x.shape)
+
+
+def _restore(path: pathlib.Path, wanted: Any, known: Any, processes: Any) -> Any:
     """Restores what the checkpoint knows. Counters that it does not know begin at 0."""
-    checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=processes)
+    checkpointer = ocp.Checkpointer(handler, multiprocessing_options=processes)
     if known is wanted:
         return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
     found = _by_name(checkpointer.restore(path, args=ocp.args.StandardRestore(known)))

@@ -185,7 +185,9 @@ def _resumed(config: Config) -> Config:
     if began_as != config.experiment and began_as in names.experiments():
         raise ValueError(f"{folder} is a run of {began_as!r}, not of {config.experiment!r}")
     kept = {x: getattr(config, x) for x in ("runs", "run_dir", "resume", "experiment")}
-    latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))
+    latest = None
+    if saved.min_workers is None:  # otherwise the checkpoint is of one process
+        latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))
     return dataclasses.replace(saved, workers=latest or saved.workers, **kept)
 
 

@@ -16,6 +16,7 @@ from train.config.schema import FREE_ON_RESUME, Config
 
 
 CONFIG = "config.json"
+OF_PROCESS = "process-"  # begins the name of the folder of a process that may be lost
 CHECKPOINTS = "checkpoints"
 STAMP = "%Y%m%d-%H%M%SZ"  # in the name of a run folder; Z: in UTC, as on all hosts
 
@@ -191,6 +192,36 @@ def create(config: Config, session: Session) -> pathlib.Path:
             _remove(folder)
         raise
     return folder
+
+
+def of_process(config: Config, process_id: int, main: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of another process than process 0, where processes may be lost.
+
+    It is made unless it is there. On a file system of its own, so is that of process 0.
+
+    Args:
+      config: the configuration.
+      process_id: the number of the process.
+      main: the folder of process 0.
+
+    Raises:
+      ValueError: it cannot be made.
+    """
+    own = main / f"{OF_PROCESS}{process_id}"
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        for folder in (main, own):  # a resumption reads the first one before it begins
+            if not (folder / CONFIG).exists():
+                settings.write(config, folder / CONFIG)
+    except OSError as error:
+        raise ValueError(f"{own} cannot be made: {error.strerror or error}") from error
+    return own
+
+
+def of_all(config: Config, folder: pathlib.Path) -> pathlib.Path:
+    """The folder of the run, of which this one may be that of a process."""
+    is_own = config.min_workers is not None and folder.name.startswith(OF_PROCESS)
+    return folder.parent if is_own else folder
 
 
 def _make(config: Config) -> pathlib.Path:

@@ -21,7 +21,7 @@ from train.run import asynchronous, summary
 from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.reporting import note_saved, report
-from train.run.result import NONFINITE, Result, Tested, last_lines
+from train.run.result import ENDED, NONFINITE, Result, Tested, last_lines
 from train.run.saving import save, saved_if_data_fail, test, test_and_save
 from train.task.experiment import Experiment
 
@@ -44,6 +44,9 @@ def train(run: Run) -> Result:
                 stopped_by = take(run)
                 result = finish(run, stopped_by)
             result = conclude(run, result)
+    crew = run.experiment.crew
+    if crew is not None and not leaves_alone(run, result.stopped_by):
+        crew.close()
     if run.lock is not None:
         run.lock.release()
     return result
@@ -55,7 +58,7 @@ def take_steps(run: Run) -> Reason | None:
     experiment = run.experiment
     assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
-    divergence = Divergence(config.stop_after_nonfinite, run.buffer)
+    divergence = Divergence(most_nonfinite(run), run.buffer)
     compiled: set[Any] = set()
     first = experiment.gradients(run.step)
     # More than are needed if steps are skipped: those read ahead are dropped at the end.
@@ -64,7 +67,12 @@ def take_steps(run: Run) -> Reason | None:
         while run.step < config.steps:
             before = run.step
             has_loss = experiment.needs_gradient(before + 1)
-            result = backlog.add(_take_step(run, batches if has_loss else None, compiled))
+            try:
+                result = _take_step(run, batches if has_loss else None, compiled)
+            except lj.LoopEnded as error:
+                run.progress.warn_here(str(error))
+                return ENDED
+            backlog.add(result)
             run.step += 1
             run.buffer.add(run.step, result, run.state, has_loss)
             if run.passed(config.log_every, before) or run.step == config.steps:
@@ -103,6 +111,26 @@ def _take_step(run: Run, batches: Iterator[Any] | None, compiled: set[Any]) -> A
     return result
 
 
+def most_nonfinite(run: Run) -> int:
+    """The number of steps without a finite loss after which this process stops.
+
+    Where processes may be lost, it does not see the losses of others, which may restore
+    its workers at an exchange.
+    """
+    limit = run.config.stop_after_nonfinite
+    if run.experiment.crew is None:
+        return limit
+    known = run.experiment.known(run.state.opt_state)
+    pulls = run.experiment.workers.fetch(run.experiment.at_home(lj.diagnostics(known)))
+    return max(limit, 4 * max(pull.period for pull in pulls))
+
+
+def leaves_alone(run: Run, stopped_by: Reason | None) -> bool:
+    """Whether this process ends and others may go on."""
+    crew = run.experiment.crew
+    return crew is not None and stopped_by is not None and not crew.stopped
+
+
 def make_up_test(run: Run) -> None:
     """Takes the test that the session before left when it was asked to stop."""
     if run.test_is_due and run.step < run.config.steps:
@@ -122,16 +150,16 @@ def _compiling(run: Run) -> Generator[None]:
 def finish(run: Run, stopped_by: Reason | None) -> Result:
     """Reports, saves and tests (unless the run was stopped) after the last step."""
     report(run, run.buffer.flush())
-    jax.block_until_ready(run.state)
+    jax.block_until_ready(run.experiment.settled(run.state))
     seconds = run.stopwatch.seconds
     run.test_is_due = run.test_is_due or stopped_by is None
-    begun = save(run)
+    begun = save(run, leaves_alone(run, stopped_by))
     tested = None
-    if stopped_by is None:
+    if stopped_by is None and run.session.tests:
         try:
             tested = last_test(run)
         except StopRequested:
-            stopped_by = run.stop_signals.received
+            stopped_by = run.stop_signals.received or ENDED
     saved = run.checkpoints.close() and begun
     note_saved(run)
     run.session.wait_for_all()
@@ -215,7 +243,7 @@ def flag_for_delay(run: Run, backend: str, environ: Mapping[str, str]) -> str:
     """
     # Asynchronous workers have no method of a step.
     method = getattr(run.experiment, "method", None)
-    if backend != "gpu" or method is None:
+    if backend != "gpu" or method is None or run.experiment.waited is not None:
         return ""
     late = [pull for pull in method.pulls if pull.delay]
     phases = method.phases(run.experiment.workers.sizes) if late else ()
@@ -248,7 +276,7 @@ def conclude(run: Run, result: Result) -> Result:
     run.write("end", **values, stopped_by=stopped_by, compile_seconds=compiled)
     run.metrics.close()  # the last lines say whether everything was written
     result = result._replace(has_metrics=run.metrics.is_whole)
-    if run.session.is_main:
+    if run.session.prints:
         try:
             draw(run.folder)
         except Exception as error:  # an unusual metrics.jsonl must not fail the run
@@ -274,7 +302,7 @@ def write_sample(run: Run) -> None:
     if not text:
         return
     run.progress.say(f"a sample of the center:\n{text}")
-    if run.session.is_main:
+    if run.session.prints:
         try:
             (run.folder / SAMPLE).write_text(text, encoding="utf-8", newline="")
         except OSError as error:

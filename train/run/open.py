@@ -1,5 +1,6 @@
 """Opening a run: everything that training needs, before the first step."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -9,7 +10,7 @@ from typing import Any
 import lsgd_jax as lj
 from train.cluster import shared_folder
 from train.cluster.session import Session
-from train.cluster.signals import StopSignals
+from train.cluster.signals import StopSignals, StopTogether
 from train.config import settings
 from train.config.schema import Config, fields
 from train.metrics import log, trackers
@@ -101,10 +102,14 @@ class Run:
             start.step,
             start.losses,
             closes=lambda step: min(-(-step // every) * every, config.steps),
-            at_home=experiment.at_home if config.beside else None,
+            at_home=None if experiment.waited is None else experiment.at_home,
+            known=experiment.known,
+            late=experiment.late,
             measures=functools.partial(measures_distances, config, session),
+            around_exchanges=not session.has_others,
         )
-        self.stop_signals = StopSignals(session)
+        crew = experiment.crew
+        self.stop_signals = StopSignals(session) if crew is None else StopTogether(crew)
 
         def measure_of_the_best() -> str:
             best = checkpoints.best()
@@ -154,14 +159,13 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         been written then.
     """
     session = Session() if session is None else session
-    resumed = run_folder.to_resume(config) if config.resume else None
+    resumed = None
+    if config.resume and session.tests:
+        resumed = run_folder.to_resume(config)
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
         shared_folder.check(session, resumed)
-    if config.method.is_asynchronous:
-        check_installed("an asynchronous run", "async", "ray")
-    for service in projects(config):
-        check_installed(f"`{service}`", service, service)
+    check_packages(config)
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
@@ -170,16 +174,17 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
     experiment = kind(config, session=session, warn=progress.warn_here)
     if resumed is not None:
-        check_same_start(config, experiment.forward.sizes, resumed, progress.warn)
-        check_kept(experiment.forward.kept, resumed)
-        check_checkpoints(resumed)
+        check_begun(config, experiment, resumed, progress)
     fresh = experiment.init()  # finds more errors, and there is no folder yet
-    folder = run_folder.create(config, session) if resumed is None else resumed
+    folder = own_folder(config, session, experiment, progress, resumed)
+    if not session.tests:
+        config = dataclasses.replace(config, run_dir=str(folder), resume=True)
     if resumed is None:
         lock = hold(folder, session, progress)
     if session.is_main:
-        tell_launcher(config, folder)
         keep(experiment.forward.kept, folder)
+    if session.prints:
+        tell_launcher(config, folder)
     session.where = lambda: where(config, folder, 0)
     check = (lambda: None) if lock is None else lock.check
     checkpoints = Checkpoints(
@@ -190,6 +195,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         check,
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
+    if experiment.crew is not None:
+        start = start_together(experiment, start)
     written_by_main(session, folder, lambda: lock and lock.sign())
     progress.resume(start.step)
     if start.step > config.steps:
@@ -197,7 +204,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"the run has taken {counted(start.step, 'step')} already, more than --steps "
             f"{config.steps}: it takes no more"
         )
-    services = tracked(config, folder, progress) if session.is_main else []
+    services = tracked(config, folder, progress) if session.prints else []
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, services)
     run = Run(
         config=config,
@@ -215,12 +222,71 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     return run
 
 
-def measures_distances(config: Config, session: Session, step: int) -> bool:
-    """Whether the distances between workers are measured before a report at this step.
+def check_packages(config: Config) -> None:
+    """Raises ValueError unless the packages that a configuration needs are installed."""
+    if config.method.is_asynchronous:
+        check_installed("an asynchronous run", "async", "ray")
+    for service in projects(config):
+        check_installed(f"`{service}`", service, service)
 
-    They send as much as exchanges do. So among several processes they are measured as
-    often as the center is tested, which sends the parameters, too.
+
+def check_begun(
+    config: Config, experiment: BaseExperiment, folder: pathlib.Path, progress: Progress
+) -> None:
+    """Raises ValueError unless a run can be resumed with these settings and data."""
+    check_same_start(config, experiment.forward.sizes, folder, progress.warn)
+    check_kept(experiment.forward.kept, folder)
+    check_checkpoints(folder)
+
+
+def own_folder(
+    config: Config,
+    session: Session,
+    experiment: BaseExperiment,
+    progress: Progress,
+    resumed: pathlib.Path | None,
+) -> pathlib.Path:
+    """The run folder in which this process writes, made unless it is there.
+
+    Where processes may be lost, process 0 tells the others where it is. That of another
+    process stands below it, and has begun already if the process starts again.
+
+    Raises:
+      ValueError: it is of another run, or cannot be made.
     """
+    if session.tests:
+        folder = resumed or run_folder.create(config, session)
+        if session.words is not None:
+            session.words.of_main(str(folder))
+        return folder
+    assert session.words is not None
+    main = pathlib.Path(session.words.of_main(""))
+    folder = run_folder.of_process(config, session.process_id, main)
+    run_folder.check_same_experiment(config, folder)
+    check_begun(config, experiment, folder, progress)
+    return folder
+
+
+def start_together(experiment: BaseExperiment, start: Restored) -> Restored:
+    """The starting point in one of several processes that may be lost.
+
+    A process whose checkpoint is of another step takes from the others what all have in
+    common, and keeps the rest.
+    """
+    state, step = experiment.begin(start.state, start.step)
+    start = start._replace(state=state, test_is_due=False)
+    return start if step == start.step else start._replace(step=step, losses=[])
+
+
+def measures_distances(config: Config, session: Session, step: int) -> bool:
+    """Whether the distance between workers is measured before a report at this step.
+
+    It sends as much as an exchange. So among several processes it is measured as often as
+    the center is tested, which sends the parameters, too, and never around exchanges.
+    Where processes may be lost, each one sees its own workers only.
+    """
+    if session.words is not None:
+        return False
     if session.num_processes == 1 or step >= config.steps:
         return True
     last = max(0, step - config.log_every)

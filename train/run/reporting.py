@@ -43,11 +43,36 @@ def report(run: Run, interval: Interval | None) -> None:
         waiting=int(interval.waiting.sum()),
         differed=interval.differed,
         **waited_for_exchanges(run),
+        **living(run),
         **totals(interval.diagnostics),
     )
     write_leaders(run, interval.elections)
     note_saved(run)
     run.progress.show(interval.step, loss, pace)
+
+
+def living(run: Run) -> dict[str, int]:
+    """The number of workers that live; says which processes were lost and came in.
+
+    Nothing where no process may be lost.
+    """
+    crew = run.experiment.crew
+    if crew is None:
+        return {}
+    while crew.news:
+        verdict = crew.news.pop(0)
+        (step,) = verdict.place["counts"] or [run.step]
+        lost = list(verdict.lost)
+        came = list(verdict.newcomers)
+        run.write("processes", step, lives=list(verdict.members), lost=lost, came=came)
+        for process in lost:
+            run.progress.say(f"process {process} was lost at step {step}")
+        for process in came:
+            run.progress.say(f"process {process} came in at step {step}")
+    live = crew.num_workers
+    workers = run.experiment.all_workers.num_workers
+    run.progress.workers(f"{live} of {workers} workers", ())
+    return {"workers_live": live}
 
 
 def waited_for_exchanges(run: Run) -> dict[str, float]:
@@ -78,7 +103,7 @@ def write_leaders(run: Run, elections: Sequence[Election]) -> None:
     for step, diagnostics in elections:
         for pull in diagnostics:
             if pull.leader is not None and pull.is_due(step):
-                run.write("leaders", step, **leaders(pull, run.config.workers.nodes))
+                run.write("leaders", step, **leaders(pull, run.experiment.workers.nodes))
 
 
 def run_test(run: Run) -> Tested:
@@ -92,7 +117,7 @@ def run_test(run: Run) -> Tested:
     check = run.stop_signals.check
     report(run, run.buffer.flush())
     run.buffer.read_losses(run.step)
-    jax.block_until_ready(run.state)
+    jax.block_until_ready(run.experiment.settled(run.state))
     with run.stopwatch.paused():
         center = run.experiment.test(run.find_center(check), check)
         worker = run.buffer.recent.best

@@ -145,6 +145,8 @@ def restore(
         test_is_due=notes.get("test_is_due", False) and notes.get("tested") is None,
     )
     if old == new:
+        if isinstance(state.step.value, np.ndarray):
+            state = placed(state, fresh, workers)
         return starts(
             state=state,
             recent=RecentLosses(recent, notes.get("nonfinite_steps", 0)),
@@ -287,5 +289,14 @@ def resized(
     """
     mine = sources[list(workers.owned)]
     no_key: Any = None
-    rows = lj.resize(state._replace(key=no_key), mine)
+    return placed(lj.resize(state._replace(key=no_key), mine), fresh, workers)
+
+
+def placed(state: TrainState, fresh: TrainState, workers: lj.Workers) -> TrainState:
+    """The state, in host memory, on the devices of its workers.
+
+    fresh: a state of these workers, which provides their random keys and the layouts.
+    """
+    no_key: Any = None
+    rows = state._replace(key=no_key)
     return workers.put_owned(rows, lj.layouts.following(fresh))._replace(key=fresh.key)

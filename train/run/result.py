@@ -15,6 +15,7 @@ from train.task.forward import TestResult
 
 
 NONFINITE = "nonfinite"  # the reason to stop if no loss is finite any more
+ENDED = "ended"  # if too few workers live, or the others call this process lost
 FAR = 0.2  # see `Result.is_far_above_best`
 
 
@@ -39,7 +40,7 @@ class Result(NamedTuple):
       step: steps taken.
       seconds: training time, without compilation, tests and checkpoints.
       tested: the tests after the last step; None if the run was stopped early.
-      stopped_by: the signal that stopped it early, 'nonfinite', or None.
+      stopped_by: the signal that stopped it early, 'nonfinite', 'ended', or None.
       saved: whether the last checkpoint was written.
       checkpoint: the step of the latest checkpoint, or None.
       finite_checkpoint: the step of the latest one with finite losses, or None.

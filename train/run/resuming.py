@@ -19,7 +19,7 @@ from train.config.schema import (
 )
 from train.launch import LAUNCHER, TOLD
 from train.process.messages import to_resume
-from train.run.folder import CONFIG
+from train.run.folder import CONFIG, of_all
 
 
 # Settings that the command names anyway, and those of a single process of the run.
@@ -43,7 +43,7 @@ def resume_command(config: Config, folder: pathlib.Path) -> str:
         if launcher is not None or field not in DISTRIBUTED
         if now[field] != begun.get(field, now[field])
     ]
-    where = str(folder)
+    where = str(of_all(config, folder))
     where = f"./{where}" if where.startswith("-") else where
     name = config.experiment or config.name
     words = [name, "--run-dir", where, "--resume", *sum(changed, [])]

@@ -18,19 +18,24 @@ from train.run.reporting import report, run_test, write_leaders
 from train.run.result import Tested
 
 
-def save(run: Run) -> bool:
+def save(run: Run, leaves_alone: bool = False) -> bool:
     """Begins to write a checkpoint of this step. Returns whether that succeeded so far.
 
     Measurements up to this step are written first, because a run that is resumed from the
     checkpoint would never write them.
+
+    leaves_alone: whether other processes go on, which find no center at this step.
     """
     report(run, run.buffer.flush())
     write_leaders(run, run.buffer.take_elections())
-    jax.block_until_ready(run.state)
+    state = run.experiment.settled(run.state)
+    jax.block_until_ready(state)
     with run.stopwatch.paused():
-        with contextlib.suppress(DataError, StopRequested):  # a checkpoint needs no center
-            run.find_center(run.stop_signals.check_hurry)
-        return run.checkpoints.save(run.step, run.state, notes(run), run.center)
+        if not leaves_alone:
+            # A checkpoint needs no center.
+            with contextlib.suppress(DataError, StopRequested, lj.LoopEnded):
+                run.find_center(run.stop_signals.check_hurry)
+        return run.checkpoints.save(run.step, state, notes(run), run.center)
 
 
 def test_and_save(run: Run, since: int) -> None:
@@ -56,10 +61,16 @@ def test(run: Run, saves_the_best: bool) -> Tested | None:
 
     Returns:
       The result, or None if the run was asked to stop. Its resumption begins with the test.
+      None in a process that does not test.
     """
+    if not run.session.tests:
+        with contextlib.suppress(DataError, StopRequested, lj.LoopEnded):
+            run.find_center(run.stop_signals.check)
+        run.test_is_due = False
+        return None
     try:
         result = run_test(run)
-    except StopRequested:
+    except (StopRequested, lj.LoopEnded):
         return None
     run.test_is_due = False
     tested = _tested(run)
@@ -84,13 +95,22 @@ def notes(run: Run) -> dict[str, Any]:
         "recent_losses": _known(recent.average.tolist()),
         "nonfinite_steps": recent.nonfinite_steps,
         "losses": [None if row is None else _known(row) for row in losses],
-        "workers": dataclasses.asdict(run.config.workers),
+        "workers": _grid(run),
         "finite": bool((finite & np.isfinite(recent.average)).any()),
         "best_worker": recent.best,
         "sizes": run.experiment.forward.sizes,
         "tested": _tested(run),
         "test_is_due": run.test_is_due,
     }
+
+
+def _grid(run: Run) -> dict[str, Any]:
+    """The grid of the workers in the state."""
+    workers = run.experiment.workers
+    grid = dataclasses.replace(
+        run.config.workers, nodes=workers.nodes, locals=workers.locals
+    )
+    return dataclasses.asdict(grid)
 
 
 def _tested(run: Run) -> dict[str, float] | None:

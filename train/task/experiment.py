@@ -14,6 +14,7 @@ import optax
 from jax import Array
 
 import lsgd_jax as lj
+from train.cluster.devices import one_each
 from train.cluster.session import Session
 from train.config.schema import Config
 from train.data.arrays import DataError
@@ -25,9 +26,10 @@ from train.task import batch_statistics, inside, models, optimizers, schedules
 from train.task.datasets import Data, load_dataset
 from train.task.forward import Check, Forward, TestResult, go_on
 from train.task.images import ImageForward
+from train.task.own_workers import OwnWorkers
 from train.task.separate_steps import SeparateSteps
 from train.task.state import TrainState
-from train.task.steps_beside import StepsBeside
+from train.task.steps_beside import StepsBeside, with_own
 from train.task.text import TextForward
 from train.task.translation import TranslationForward
 
@@ -271,7 +273,9 @@ class BaseExperiment(abc.ABC):
       session: the processes of the run. Defaults to this process alone.
 
     Attributes:
-      workers: the grid.
+      all_workers: the grid of all workers.
+      workers: the grid of the training state: all workers, or those of this process if
+        others may be lost.
       task: the training of one worker.
       forward: applies the network to a batch.
       data: the data that stay on the devices: each worker's own training data, all of them
@@ -292,11 +296,19 @@ class BaseExperiment(abc.ABC):
         self._config = config
         grid = config.workers
         session = session or Session()
+        self._session = session
         # Asynchronous workers have devices of their own, in other processes.
         axes = {} if config.method.is_asynchronous else grid.axes
-        self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)
+        if devices is None:
+            devices = one_each(config)
+        self.all_workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)
+        self.workers = self.all_workers
+        place: Any = self.workers
+        if config.min_workers is not None:
+            self.workers = self.all_workers.own()
+            place = OwnWorkers(self.all_workers, self.workers)
         session.connect(self.workers.mesh)
-        self.task = Task(config, dataset, self.workers, warn, session)
+        self.task = Task(config, dataset, place, warn, session)
         self.forward = self.task.forward
         self.data = self.task.data
         self._pick = self.workers.map(_of_worker)
@@ -311,9 +323,43 @@ class BaseExperiment(abc.ABC):
     def bytes_sent(self, state: Any) -> int:
         """The bytes that a worker has sent so far, as a mean over the workers."""
 
+    @property
+    def crew(self) -> Any:
+        """The processes of the run, if some may be lost; otherwise None."""
+        return None
+
+    @property
+    def late(self) -> list[int]:
+        """The steps after an election at which the leader of each pull is known."""
+        return []
+
+    def begin(self, state: Any, step: int) -> tuple[Any, int]:
+        """The (state, step) with which training begins in this process.
+
+        Where processes may be lost, it meets the others, and takes theirs if they have
+        others.
+        """
+        return state, step
+
+    def settled(self, state: Any) -> Any:
+        """The state to save, without messages of which it is not known whether they count.
+
+        The state itself unless processes may be lost.
+        """
+        return state
+
+    def known(self, opt_state: Any) -> Any:
+        """The optimizers' state as it was before such messages; it waits for none."""
+        return opt_state
+
     def at_home(self, tree: Any) -> Any:
         """A tree out of the state, with all arrays on the devices that train."""
         return tree
+
+    def keys(self) -> Array:
+        """The random key of each worker."""
+        owned = self.all_workers.owned
+        return self.workers.put_owned(self.task.keys()[owned.start : owned.stop])
 
     @property
     def waited(self) -> float | None:
@@ -359,9 +405,13 @@ class BaseExperiment(abc.ABC):
 
     def center(self, state: Any, check: Check = go_on) -> dict[str, Any]:
         """The variables of the center, as they are tested. For `check` see `test`."""
-        params = self.at_home(lj.center(state.params, state.opt_state))
+        params = self.center_of_params(state)
         stats = lj.consensus(state.stats) if state.stats else {}
         return self._variables(params, stats, check)
+
+    def center_of_params(self, state: Any) -> Any:
+        """The parameters of the center. All processes find it at the same steps."""
+        return self.at_home(lj.center(state.params, state.opt_state))
 
     def _variables(self, params: Any, stats: Any, check: Check) -> dict[str, Any]:
         if stats and self._config.batch_statistics == "reestimate":
@@ -396,7 +446,7 @@ class BaseExperiment(abc.ABC):
           check: see `test`.
         """
         count = min(REESTIMATE_BATCHES, self.forward.source.steps_per_epoch)
-        keys = self.workers.put(self.task.keys())
+        keys = self.keys()
         shared = lj.Shared((params, stats))
         backlog = self.backlog()
         seen = []
@@ -431,30 +481,40 @@ class Experiment(BaseExperiment):
 
     def __init__(self, config: Config, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        self.pulls_beside = self._pulls_beside() if config.beside else None
+        self.pulls_beside: Any = self._pulls_beside()
+        if self.pulls_beside is not None:
+            self._session.connect(self.pulls_beside.mesh)
 
     def _pulls_beside(self) -> Any:
-        """The delayed pulls, beside.
+        """The delayed pulls, if their messages travel beside the steps, or None.
 
         Raises:
-          ValueError: the settings do not allow it.
+          ValueError: they must, and the settings do not allow it.
         """
-        if self.method is None:
+        config = self._config
+        method = self.method
+        if config.beside is None and config.min_workers is None:
+            may = config.may_send_beside and method is not None
+            if not may or not self.all_workers.travels_beside(method):
+                return None
+        if config.beside is False:
+            return None
+        if method is None:
             raise ValueError(
                 "`beside` must be False for a method that exchanges no parameters, got "
-                f"method={self._config.method.name}"
+                f"method={config.method.name}"
             )
-        if self._config.static_phases is not None:
+        if config.static_phases is not None:
             raise ValueError(
                 "`static_phases` must be left out with beside, got "
-                f"static_phases={self._config.static_phases}"
+                f"static_phases={config.static_phases}"
             )
-        if self._config.batch_statistics == "average":
+        if config.batch_statistics == "average":
             raise ValueError(
                 "`beside` must be False with batch_statistics=average, whose mean would "
                 "wait for messages"
             )
-        return self.workers.beside(self.method)
+        return self.all_workers.beside(method, config.min_workers)
 
     @property
     def waited(self) -> float | None:
@@ -465,8 +525,49 @@ class Experiment(BaseExperiment):
             return tree
         return self.pulls_beside.back(tree)
 
+    @property
+    def crew(self) -> Any:
+        """The processes of the run, if some may be lost; otherwise None."""
+        return None if self.pulls_beside is None else self.pulls_beside.crew
+
+    @property
+    def late(self) -> list[int]:
+        if self.crew is None or self.method is None:
+            return []
+        # It is known when the message has landed, and so counts.
+        return [max(0, pull.delay - 1) for pull in self.method.pulls]
+
+    def begin(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+        if self.crew is None:
+            return state, step
+        steps = self.separate
+        assert isinstance(steps, StepsBeside)
+        if self.needs_gradient(step + 1):
+            steps.compile_first(state, self.data, self.batch(self.gradients(step)))
+        return steps.meet(state, step)
+
+    def settled(self, state: TrainState) -> TrainState:
+        if self.crew is None:
+            return state
+        return with_own(state, self.pulls_beside.settled(state.opt_state[-1]))
+
+    def known(self, opt_state: Any) -> Any:
+        if self.crew is None:
+            return opt_state
+        *base, own = opt_state
+        return *base, self.pulls_beside.known(own)
+
+    def center_of_params(self, state: TrainState) -> Any:
+        if self.crew is None:
+            return super().center_of_params(state)
+        state = self.settled(state)
+        if lj.has_center(state.params, state.opt_state):
+            return super().center_of_params(state)
+        return self.workers.share(self.pulls_beside.consensus(state.params)).value
+
     def __str__(self) -> str:
-        return str(self.workers)
+        where = "" if self.pulls_beside is None else ", messages beside the steps"
+        return f"{self.all_workers}{where}"
 
     def init(self) -> TrainState:
         start = self.task.first_variables()
@@ -476,7 +577,7 @@ class Experiment(BaseExperiment):
             params=params,
             stats=self.workers.replicate(start),
             opt_state=self.workers.map(self.task.tx.init)(params),
-            key=self.workers.put(self.task.keys()),
+            key=self.keys(),
             step=self.workers.share(jnp.zeros([], jnp.int32)),
         )
 
@@ -563,5 +664,5 @@ class Experiment(BaseExperiment):
         return self.step(state, self.data, self.batch(self.gradients(step)))
 
     def bytes_sent(self, state: TrainState) -> int:
-        diagnostics = self.at_home(lj.diagnostics(state.opt_state))
+        diagnostics = self.at_home(lj.diagnostics(self.known(state.opt_state)))
         return sum(pull.bytes_sent for pull in self.workers.fetch(diagnostics))

@@ -57,7 +57,7 @@ class ImageForward(Forward):
         self._example = self.transforms.test(jnp.zeros((1, *data.image_shape), data.dtype))
         check_model_fits(config, self._example.shape)
         self._digest = functools.cache(data.digest)
-        if session.has_others and not session.same_everywhere(self._digest()):
+        if not session.is_alone and not session.same_everywhere(self._digest()):
             raise DataError("all processes must read the same images")
         options = config.data
         self._classes = class_names(config, data)

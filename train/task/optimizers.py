@@ -1,8 +1,10 @@
 """The optimizer of each worker: from options to an optax transformation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -74,10 +76,28 @@ def after_a_skip(state: Any) -> Any:
     >>> int(moments.count), int(scale.count)
     (0, 1)
     """
+    return _with_counts(state, optax.safe_increment)
+
+
+def at_step(state: Any, step: int) -> Any:
+    """Returns the state of an optimizer that goes on at a step of another one.
+
+    Its schedules take the step. Its moments and their bias corrections stay.
+
+    >>> rate = optax.linear_schedule(1.0, 0.0, 10)
+    >>> moments, scale = at_step(optax.adam(rate).init(np.zeros(2)), 7)
+    >>> int(moments.count), int(scale.count)
+    (0, 7)
+    """
+    return _with_counts(state, lambda count: jnp.full_like(count, step))
+
+
+def _with_counts(state: Any, fn: Callable[[Any], Any]) -> Any:
+    """The state with fn(count) in place of the count of each schedule."""
 
     def counted(node: Any) -> Any:
         if isinstance(node, optax.ScaleByScheduleState):
-            return node._replace(count=optax.safe_increment(node.count))
+            return node._replace(count=fn(node.count))
         return node
 
     def is_schedule(node: Any) -> bool:

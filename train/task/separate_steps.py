@@ -41,8 +41,8 @@ class SeparateSteps:
         phase: Callable[[int], lj.Phase],
         last: int,
     ):
-        self._defer = workers.map(defer, donate=0)
-        self._arrive = workers.map(arrive, donate=self.donated, static="phase")
+        self._defer: Any = workers.map(defer, donate=0)
+        self._arrive: Any = workers.map(arrive, donate=self.donated, static="phase")
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
         self._phase = phase
         self._last = last

@@ -21,14 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.agreement import taken_from
 from lsgd_jax._src.exchange.ahead import Ahead
-from lsgd_jax._src.exchange.crew import Crew
+from lsgd_jax._src.exchange.crew import Crew, LoopEnded
 from lsgd_jax._src.exchange.exchange import Exchange
-from lsgd_jax._src.exchange.fragments import Slot, slots_of
+from lsgd_jax._src.exchange.fragments import Slot, share_a_program, slots_of
 from lsgd_jax._src.exchange.kernel import Pending, Pull, PullState
 from lsgd_jax._src.exchange.phases import QUIET, Phase
 from lsgd_jax._src.exchange.rule import silent
@@ -47,6 +48,9 @@ LANDING = ("pending", *COUNTERS)  # those that it reads
 
 class Beside(Protocol):
     """The devices beside those that train."""
+
+    @property
+    def mesh(self) -> Mesh: ...
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 
@@ -92,7 +96,6 @@ class PullsBeside:
     """
 
     def __init__(self, pulls: Sequence[Pull], twin: Beside, order: Order):
-        check_may_travel(pulls)
         self.waited = 0.0
         self.away: dict[int, PullState] = {}
         self.crew: Crew | None = None
@@ -104,6 +107,11 @@ class PullsBeside:
         # number, are agreed on and so change on the twin.
         self._agreed: dict[int, set[int]] = {}
         self._before: dict[int, list[Any]] = {}  # what stands for them at home
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices beside, for connecting them before the first message."""
+        return self._twin.mesh
 
     def use(self, twin: Beside, order: Order) -> None:
         """Uses other devices from now on."""
@@ -172,6 +180,67 @@ class PullsBeside:
     def back(self, tree: Tree) -> Tree:
         """The tree with all arrays of the twin on the devices that train."""
         return self._twin.back(tree)
+
+    # Processes that may be lost, see `Workers.beside`
+
+    def meet(
+        self, state: ExchangeState, params: Tree, step: int
+    ) -> tuple[ExchangeState, int]:
+        """Begins together with the other processes, or takes from them what they have.
+
+        Args:
+          state, params: as for `begin`.
+          step: the steps that this process has taken.
+
+        Returns:
+          (state, step): those with which the process begins. A process whose step differs
+          from that of process 0, or of those that train already, takes theirs, and what all
+          workers have in common.
+        """
+        assert self.crew is not None
+        verdict = self.crew.begin([step])
+        self.begin(state, params)
+        if not verdict.newcomers:
+            return state, step
+        self.crew.come_in(verdict)
+        (step,) = verdict.place["counts"]
+        return with_count(state, step), step
+
+    def settled(self, state: ExchangeState) -> ExchangeState:
+        """The whole state on the devices that train, without messages that may not count.
+
+        It waits for those in flight. In a loop that has ended they do not count.
+        """
+        if self.crew is not None:
+            with contextlib.suppress(LoopEnded):
+                self.crew.wait_for_messages()
+        return self.back(self.known(state))
+
+    def known(self, state: ExchangeState) -> ExchangeState:
+        """The whole state before messages of which it is not known whether they count."""
+        now = self.away
+        assert self.crew is not None
+        self.away = self.crew.known(self)
+        found = self.whole(self.at_home(state))
+        self.away = now
+        return found
+
+    def consensus(self, tree: Tree) -> Tree:
+        """The mean over the workers that live, as host arrays. All processes call it.
+
+        tree: leaves [W, ...] of the devices that train.
+        """
+        assert self.crew is not None
+
+        def mean(tree: Tree) -> Shared:
+            total, _ = Group(WORKER_AXES).masked_mean(tree, trees.all_finite(tree))
+            return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
+
+        def run(twin: Any) -> Shared:
+            return twin.compile(mean)(twin.there(tree))
+
+        found = self.crew.compute(run).value
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
 
     @contextlib.contextmanager
     def undone_by_errors(self) -> Generator[None]:
@@ -282,6 +351,8 @@ class PullsBeside:
         for k in self._lands(phase):
             landed = self._twin.there(_only(COUNTERS, state.pulls[k]))
             self.away[k] = self._program("land", k)(self.away[k], landed)
+            if self.crew is not None:
+                self.crew.landed(self, k)
         for name, message in messages.items():
             k = int(name)
             program = self._program("record", k)
@@ -469,53 +540,59 @@ def _with_targets(state: ExchangeState, landing: Mapping[int, PullState]) -> Exc
 
 
 def _delayed(pulls: Sequence[Pull], state: ExchangeState) -> dict[int, Slot]:
-    """The places of the pulls with a delay.
+    """The places of the pulls with a delay."""
+    slots = enumerate(slots_of(pulls, state.pulls))
+    return {k: slot for k, slot in slots if slot.pull.delay}
 
-    Raises:
-      ValueError: fragments that share a program.
+
+def with_count(state: ExchangeState, count: int) -> ExchangeState:
+    """The state of a method that has taken so many steps."""
+    old: Any = state.count.value
+    host = np.asarray(count, old.dtype)
+    # Not `device_put`, for which all processes would compare it.
+    new = jax.make_array_from_callback((), old.sharding, host.__getitem__)
+    return state._replace(count=Shared(new))
+
+
+def check_may_travel(methods: Sequence[Exchange]) -> None:
+    """Raises ValueError unless messages of methods may travel beside the steps.
+
+    methods: those around a step, the innermost first.
     """
-    found = {}
-    for k, slot in enumerate(slots_of(pulls, state.pulls)):
-        if not slot.pull.delay:
-            continue
-        if slot.is_stacked or slot.shares:
-            raise ValueError(
-                "`beside` must be False for fragments along an axis of all leaves, "
-                "which share a program: leave out `scan_axis`"
-            )
-        found[k] = slot
-    return found
-
-
-def check_has_delay(pulls: Sequence[Pull]) -> None:
-    """Raises ValueError unless any of these pulls has a delay."""
+    pulls = [pull for method in methods for pull in method.pulls]
     if not any(pull.delay for pull in pulls):
         raise ValueError(
             "`beside` must be False for a method without a `delay`: nothing would travel "
             "while steps run"
         )
-
-
-def check_reads_no_x(method: Exchange) -> None:
-    """Raises ValueError for a method that reads the parameters before the step."""
-    if method.reads_x:
+    if any(method.reads_x for method in methods):
         raise ValueError(
             "`beside` must be False for a method that reads the parameters before the step"
         )
-
-
-def check_may_travel(pulls: Sequence[Pull]) -> None:
-    """Raises ValueError unless the delayed pulls among these may travel beside."""
+    outer = [pull for method in methods[1:] for pull in method.pulls]
+    if any(pull.rule.step is not silent for pull in outer):
+        raise ValueError(
+            "`beside` must be False if a method around another one acts on each step, such "
+            "as `lsgd`: its step comes after the exchange of the other one"
+        )
     for pull in pulls:
-        if not pull.delay:
-            continue
-        if pull.rule.step is not silent and not pull.rule.steps_apart:
-            raise ValueError(
-                "`beside` must be False for a rule whose step reads what the group agrees "
-                "on (see `Rule.steps_apart`), such as `lsgd` with a proximal pull"
-            )
-        if pull.memory != "device":
-            raise ValueError(
-                "`beside` must be False with memory='host': the state of what travels "
-                "beside lies on the host already"
-            )
+        if pull.delay:
+            _check_may_travel(pull)
+
+
+def _check_may_travel(pull: Pull) -> None:
+    if pull.rule.step is not silent and not pull.rule.steps_apart:
+        raise ValueError(
+            "`beside` must be False for a rule whose step reads what the group agrees "
+            "on (see `Rule.steps_apart`), such as `lsgd` with a proximal pull"
+        )
+    if pull.memory != "device":
+        raise ValueError(
+            "`beside` must be False with memory='host': the state of what travels "
+            "beside lies on the host already"
+        )
+    if pull.fragments > 1 and share_a_program(pull):
+        raise ValueError(
+            "`beside` must be False for fragments along an axis of all leaves, which share "
+            "a program: leave out `scan_axis`"
+        )

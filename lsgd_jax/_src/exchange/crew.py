@@ -8,6 +8,7 @@ takes what all workers have in common from the others, and begins at the step of
 message.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -34,6 +35,7 @@ class Verdict(NamedTuple):
       changes: how often members have begun anew to send messages.
       place: where in the training newcomers begin: the steps of each method, and the
         number of messages that have left before the next step.
+      stops: why all stop after the landing of the message, or ''.
     """
 
     members: Mapping[int, int]
@@ -42,6 +44,7 @@ class Verdict(NamedTuple):
     failed: str
     changes: int
     place: Mapping[str, Any]
+    stops: str = ""
 
     @property
     def counts(self) -> bool:
@@ -57,7 +60,7 @@ class Verdict(NamedTuple):
 class Judges(Protocol):
     """Says which processes live, see `workers.members`."""
 
-    def meet(self) -> Verdict: ...
+    def meet(self, counts: Sequence[int]) -> Verdict: ...
 
     def judge(
         self,
@@ -67,9 +70,13 @@ class Judges(Protocol):
         admits: bool = True,
     ) -> Verdict: ...
 
+    def stop_all(self, why: str) -> None: ...
+
     def say(self, name: str, value: Any) -> None: ...
 
     def heard(self, name: str, members: Mapping[int, int]) -> dict[int, Any] | None: ...
+
+    def start(self, work: Callable[[], None], end: Callable[[], None]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -138,6 +145,8 @@ class Crew:
     Attributes:
       verdict: the last one after which the members have changed, or None before the first.
       num_workers: the number of workers that live.
+      news: the verdicts by which members have changed, for the reader to remove.
+      stopped: why all workers stop at this step, or ''; see `stop_all`.
     """
 
     def __init__(
@@ -150,6 +159,8 @@ class Crew:
     ):
         self.verdict: Verdict | None = None
         self.num_workers = 0
+        self.news: list[Verdict] = []
+        self.stopped = ""
         self._judges = judges
         self._twin_of = twin_of
         self._order_of = order_of
@@ -165,6 +176,7 @@ class Crew:
         self._changing: Future[None] | None = None
         self._gathered = 0  # calls of `gather` since the last step
         self._missed = 0  # messages of the first step that left before this process came
+        self._stops: dict[tuple[Sender, int], str] = {}  # of messages that have not landed
         # Those of the last verdict, and of the members whose devices the pulls use.
         self._changes = 0
         self._boarded = 0
@@ -175,16 +187,18 @@ class Crew:
 
     # The beginning
 
-    def begin(self) -> Verdict:
+    def begin(self, counts: Sequence[int]) -> Verdict:
         """Meets the other processes.
 
+        counts: the steps that each method has taken in this process.
+
         Returns:
-          The first verdict, whose place is where a newcomer begins.
+          The first verdict, whose place is where newcomers begin.
         """
-        verdict = self._judges.meet()
+        verdict = self._judges.meet(counts)
         self._changes = verdict.changes
         self._board(verdict)
-        threading.Thread(target=self._judge_all, daemon=True).start()
+        self._judges.start(self._judge_all, end=lambda: self._to_judge.put(None))
         return verdict
 
     def come_in(self, verdict: Verdict) -> None:
@@ -203,6 +217,8 @@ class Crew:
         twin = self._twin_of(verdict)
         if twin is None:
             return False
+        if self.verdict is not None:
+            self.news.append(verdict)
         self.verdict = verdict
         self.num_workers = twin.num_workers
         self._boarded = verdict.changes
@@ -275,6 +291,28 @@ class Crew:
         while self._in_flight:
             self._follow_next()
 
+    def landed(self, sender: Sender, k: int) -> None:
+        """Notes that a target has landed, as it does on all workers at this step."""
+        self.stopped = self._stops.pop((sender, k), self.stopped)
+
+    def stop_all(self, why: str) -> None:
+        """Lets all workers stop at one step, at which they find why in `stopped`.
+
+        It is the landing of a message that has not left yet or is in flight. Only process 0
+        can do so; the others may leave alone at any step.
+        """
+        self._judges.stop_all(why)
+
+    def known(self, sender: Sender) -> dict[int, Any]:
+        """The states of a sender before those messages that may not count."""
+        with contextlib.suppress(LoopEnded):
+            self._wait_for_change()
+        states = dict(sender.away)
+        for message in reversed(self._in_flight):
+            if message.sender is sender:
+                states[message.k] = message.before
+        return states
+
     def compute(self, run: Callable[[Any], Any]) -> Any:
         """The results of a program of all workers that live.
 
@@ -288,9 +326,12 @@ class Crew:
             self._check()
             results = run(self._twin)
             # A newcomer would not call this.
-            verdict = self._judges.judge({}, {}, results, admits=False)
+            counts = [count + 1 for count in self._place.get("counts", [])]
+            place = {"counts": counts, "sent": 0}
+            verdict = self._judges.judge(place, place, results, admits=False)
             self._changes = verdict.changes
             if verdict.counts:
+                self.stopped = verdict.stops or self.stopped
                 return results
             self._change(verdict)
 
@@ -368,8 +409,10 @@ class Crew:
         """The verdict about the first message in flight. If it counts, it has arrived."""
         verdict = self._in_flight[0].verdict.result()
         if verdict.counts:
-            self._in_flight.popleft()
+            message = self._in_flight.popleft()
             self._failures = 0
+            if verdict.stops:
+                self._stops[message.sender, message.k] = verdict.stops
         return verdict
 
     def _change_in_thread(self, verdict: Verdict) -> None:

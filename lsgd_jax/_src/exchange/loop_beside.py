@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from lsgd_jax._src.exchange.beside import (
     Beside,
     Order,
     PullsBeside,
-    check_has_delay,
-    check_reads_no_x,
+    check_may_travel,
+    with_count,
 )
 from lsgd_jax._src.exchange.crew import Crew
 from lsgd_jax._src.exchange.loop import (
@@ -25,13 +24,11 @@ from lsgd_jax._src.exchange.loop import (
     state_in,
     with_state,
 )
-from lsgd_jax._src.exchange.outer import AroundState, Outer, OuterState
+from lsgd_jax._src.exchange.outer import AroundState, OuterState
 from lsgd_jax._src.exchange.phases import Sizes
-from lsgd_jax._src.exchange.rule import silent
 from lsgd_jax._src.exchange.step import ExchangeState
-from lsgd_jax._src.shared import WORKER_AXES, Shared, one_worker
-from lsgd_jax._src.trees import Tree, all_finite
-from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.shared import one_worker
+from lsgd_jax._src.trees import Tree
 
 
 class LoopBeside(Loop):
@@ -63,7 +60,7 @@ class LoopBeside(Loop):
           crew_of: makes the crew of the pulls, if processes may be lost.
         """
         super().__init__(train, compile, sizes, options)
-        check_methods(train.methods)
+        check_may_travel([each.method for each in train.methods])
         order = Order(twin)
         self._beside = [PullsBeside(method.pulls, twin, order) for method in train.methods]
         self.crew = None if crew_of is None else crew_of(self._beside)
@@ -120,16 +117,7 @@ class LoopBeside(Loop):
             raise ValueError(
                 "`consensus` is for a loop with `min_workers`: call `lj.consensus`"
             )
-
-        def mean(tree: Tree) -> Shared:
-            total, _ = Group(WORKER_AXES).masked_mean(tree, all_finite(tree))
-            return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
-
-        def run(twin: Any) -> Shared:
-            return twin.compile(mean)(twin.there(tree))
-
-        found = self.crew.compute(run).value
-        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
+        return self._beside[0].consensus(tree)
 
     def close(self) -> None:
         """Waits until all processes that live have come here.
@@ -165,7 +153,8 @@ class LoopBeside(Loop):
         verdict = None
         if crew is not None:
             crew.wait_for_messages()
-            verdict = crew.begin() if crew.verdict is None else None
+            if crew.verdict is None:
+                verdict = crew.begin(self._counts_of(state))
         structure = jax.tree.structure(state.state)
 
         def params_of(leaves: list[Any]) -> list[Tree]:
@@ -240,24 +229,7 @@ def with_exchanges(state: AroundState, exchanges: Sequence[ExchangeState]) -> Ar
 
 def with_counts(state: AroundState, counts: Sequence[int]) -> AroundState:
     """The state in which each method has taken so many steps."""
-    exchanges = []
-    for outer, count in zip(_outers(state), counts, strict=True):
-        old = outer.exchange.count.value
-        host = np.asarray(count, old.dtype)
-        # Not `device_put`, for which all processes would compare it.
-        new = jax.make_array_from_callback((), old.sharding, host.__getitem__)
-        exchanges.append(outer.exchange._replace(count=Shared(new)))
-    return with_exchanges(state, exchanges)
-
-
-def check_methods(methods: Sequence[Outer]) -> None:
-    """Raises ValueError unless messages of these methods may travel beside."""
-    check_has_delay([pull for method in methods for pull in method.pulls])
-    for method in methods:
-        check_reads_no_x(method.method)
-    outer = [pull for method in methods[1:] for pull in method.pulls]
-    if any(pull.rule.step is not silent for pull in outer):
-        raise ValueError(
-            "`beside` must be False if a method around another one acts on each step, such "
-            "as `lsgd`: its step comes after the exchange of the other one"
-        )
+    pairs = zip(_outers(state), counts, strict=True)
+    return with_exchanges(
+        state, [with_count(outer.exchange, count) for outer, count in pairs]
+    )

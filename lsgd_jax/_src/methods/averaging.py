@@ -62,28 +62,32 @@ def average(axes: Axes = ("node", "local")) -> Rule:
 def local_sgd(
     period: Period = 16,
     axes: Axes = ("node", "local"),
+    mixing: float = 0.0,
     **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Local SGD, or model averaging: the workers' mean every so many steps.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …:
 
-    .. math:: y_i \leftarrow \frac{1}{W} \sum_j y_j \quad \text{if } t \bmod \tau = 0,
+    .. math::
+      y_i \leftarrow m y_i + (1 - m) \frac{1}{W} \sum_j y_j
+      \quad \text{if } t \bmod \tau = 0,
 
-    τ the `period`. A worker whose y or loss is not finite is left out of the mean and
-    takes it whole. Post-local SGD is
+    τ the `period` and m the `mixing`. A worker whose y or loss is not finite is left out of
+    the mean and takes it whole. Post-local SGD is
     ``optax.chain(allreduce(until=s), base, local_sgd(period))``.
 
     Args:
       period: steps between exchanges, τ, or `Periods`.
       axes: the mesh axes of the group.
+      mixing: the share of its own parameters that a worker keeps, m in [0, 1).
       **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
 
     Raises:
-      ValueError: a period below 1.
+      ValueError: a period below 1, a mixing outside [0, 1].
 
     Reference: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019,
     arXiv:1805.09767; Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020,
@@ -93,7 +97,8 @@ def local_sgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.local_sgd(period=8))
     """
     check_every("period", period)
-    return exchange(Pull(average(axes), 1.0, every=period), **options)
+    check_fraction("mixing", mixing)
+    return exchange(Pull(average(axes), 1 - mixing, every=period), **options)
 
 
 @by_value

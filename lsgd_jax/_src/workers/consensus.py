@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -248,6 +249,30 @@ def center(params: Tree, opt_state: Tree) -> Tree:
             "`center` takes (params, opt_state), got an optimizer's state as `params`"
         )
     return joined(_center(in_pairs(params), opt_state))
+
+
+def has_center(params: Tree, opt_state: Tree) -> bool:
+    """Whether the method keeps one center of all parameters, which all workers have.
+
+    `center` then communicates nothing.
+
+    Args:
+      params, opt_state: as for `center`.
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> lj.has_center(jnp.array([1.0, 3.0]), opt_state=())
+    False
+    """
+    _check_outside("has_center")
+
+    def keeps(node: Any) -> bool:
+        return hasattr(type(node), "__lsgd_center__")
+
+    nodes = filter(keeps, jax.tree.leaves(opt_state, is_leaf=keeps))
+    centers = [node.__lsgd_center__() for node in nodes]
+    is_one = all(map(is_shared, centers))
+    return is_one and all(_pieces(in_pairs(params), [x.value for x in centers]))
 
 
 def _center(params: Tree, opt_state: Tree) -> Tree:

@@ -54,6 +54,9 @@ class Members:
         self._number = 0  # of the next verdict
         self._changes = 0  # how often the members have changed
         self._names: deque[str] = deque()  # of what was heard
+        # Threads that talk with the service, and how each is told to end.
+        self._others: list[tuple[threading.Thread, Callable[[], None]]] = []
+        self._stops = ""  # why all stop
         self.is_closed = False
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
@@ -86,23 +89,26 @@ class Members:
 
     # What the members agree on
 
-    def meet(self) -> Verdict:
+    def meet(self, counts: Sequence[int]) -> Verdict:
         """The first members; or those that this process joins, if they have begun.
 
-        It waits until all processes have begun, or until the members let it in.
+        It waits until all processes have begun, or until the members let it in. Process 0
+        says where the training begins; processes that begin elsewhere are newcomers.
+
+        counts: the steps that each method has taken in this process.
 
         Raises:
           LoopEnded: the members have come to their end.
         """
         own = self._incarnation
         if self._read("now") is None:
-            self._tell(own, "begun", self._me)
+            self._tell([own, list(counts)], "begun", self._me)
             if self._me == 0:
-                self._wait_until(lambda: self._live and self._told("begun") == self._live)
-                self._tell(self._decided(self._live, {}, failed=""), "now")
+                self._wait_until(self._have_all_begun)
+                self._tell(self._first(counts), "now")
             told = self._awaited("now")
             if told["members"].get(str(self._me)) == self._incarnation:
-                return self._enter(told | {"newcomers": {}})
+                return self._enter(told)
         self._tell(own, "join", self._me)
         told = None
         while told is None:
@@ -161,6 +167,10 @@ class Members:
             bool(self._lost()) or self._told("done", number).keys() >= self._members.keys()
         )
 
+    def stop_all(self, why: str) -> None:
+        """Tells all members in the next verdict to stop; in process 0."""
+        self._stops = why
+
     def say(self, name: str, value: Any) -> None:
         """Says something to all members.
 
@@ -189,6 +199,12 @@ class Members:
         heard = self._read("heard", name)
         return heard and {int(process): said for process, said in heard.items()}
 
+    def start(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """Runs `work` in a thread. The end of the process calls `end`, and waits for it."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        self._others.append((thread, end))
+
     def close(self) -> None:
         """Waits until all members that live have called this."""
         self._tell("", "closed", self._me)
@@ -210,8 +226,22 @@ class Members:
             self._wait_until(lambda: len(self._live) == 1 or time.monotonic() > end)
         jax.distributed.shutdown()  # answers all questions
         self._watching.join(LEAVING_S)
+        for thread, end in self._others:
+            end()
+            thread.join(LEAVING_S)
 
     # Decisions of process 0
+
+    def _have_all_begun(self) -> bool:
+        begun = {process: own for process, (own, _) in self._told("begun").items()}
+        return bool(self._live) and begun == self._live
+
+    def _first(self, counts: Sequence[int]) -> dict[str, Any]:
+        """The first verdict."""
+        told = self._decided(self._live, {"counts": list(counts), "sent": 0}, failed="")
+        begun = self._told("begun").items()
+        told["newcomers"] = {p: own for p, (own, theirs) in begun if theirs != list(counts)}
+        return told
 
     def _lost(self) -> set[int]:
         """The members that do not live, or have started again."""
@@ -242,6 +272,7 @@ class Members:
             "failed": failed,
             "changes": self._changes + is_change,
             "place": dict(place),
+            "stops": self._stops,
             "number": self._number,
         }
         for process, incarnation in newcomers.items():
@@ -279,6 +310,7 @@ class Members:
             failed=told["failed"],
             changes=self._changes,
             place=told["place"],
+            stops=told["stops"],
         )
 
     # The service

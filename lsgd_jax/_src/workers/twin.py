@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lsgd_jax._src.shared import shared_flags
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.workers.device_grid import DEVICE
 from lsgd_jax._src.workers.meetings import Meetings
 from lsgd_jax._src.workers.spmd import Grid, compiled
 from lsgd_jax._src.workers.transfer import place
@@ -25,9 +26,9 @@ class Twin:
     stay sharded as they are.
 
     Args:
-      grid: the workers.
+      grid: the workers of the programs that train: all of them, or those of this process.
       meetings: of the workers.
-      own: those of the workers that it has, see `among`. Defaults to all.
+      own: the workers that it has, see `among`. Defaults to those of `grid`.
       turn: see `partners`.
     """
 
@@ -45,6 +46,11 @@ class Twin:
         devices = np.vectorize(self.partners.get, otypes=[object])(own.mesh.devices)
         mesh = Mesh(devices, own.mesh.axis_names, axis_types=own.mesh.axis_types)
         self._grid = own._replace(mesh=mesh)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its devices."""
+        return self._grid.mesh
 
     @property
     def num_workers(self) -> int:
@@ -114,7 +120,7 @@ def among(grid: Grid, live: Collection[int]) -> Grid:
         kept = np.compress(whole, devices, axis=axis)
         mesh = Mesh(kept, grid.mesh.axis_names, axis_types=grid.mesh.axis_types)
         share = whole.sum() / whole.size
-        if name_of(name, grid) == "node":
+        if name_of(name, grid) in ("node", DEVICE.format("node")):
             return grid._replace(mesh=mesh, nodes=round(grid.nodes * share))
         return grid._replace(mesh=mesh, locals=round(grid.locals * share))
     raise ValueError(
@@ -167,8 +173,7 @@ def _rows_beside(process: int, devices: np.ndarray) -> list[list[jax.Device]]:
     """The CPU devices of a process beside its own, in rows of as many."""
     used = set(devices.flat)
     own = [device for device in devices.flat if device.process_index == process]
-    all_here = [d for d in jax.devices("cpu") if d.process_index == process]
-    spare = [device for device in all_here if device not in used]
+    spare = [device for device in _cpus_of(process) if device not in used]
     is_alone = jax.process_count() == 1 and own[0].platform == "cpu"
     if len(spare) < len(own) and is_alone:
         return [own]
@@ -177,10 +182,19 @@ def _rows_beside(process: int, devices: np.ndarray) -> list[list[jax.Device]]:
         raise ValueError(
             "exchanges beside the training need a CPU device for each of the "
             f"{len(own)} devices of a process, got {len(spare)}: call "
-            f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax starts'
+            f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax starts, and '
+            "let JAX_PLATFORMS name cpu, too, if it is set"
         )
     count = len(spare) // len(own)
     return [spare[i * len(own) : (i + 1) * len(own)] for i in range(count)]
+
+
+def _cpus_of(process: int) -> list[jax.Device]:
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError:  # JAX_PLATFORMS names others alone
+        return []
+    return [device for device in devices if device.process_index == process]
 
 
 def processes_of(devices: np.ndarray) -> list[int]:

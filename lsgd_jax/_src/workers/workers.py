@@ -18,12 +18,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.around import Around
-from lsgd_jax._src.exchange.beside import (
-    Order,
-    PullsBeside,
-    check_has_delay,
-    check_reads_no_x,
-)
+from lsgd_jax._src.exchange.beside import Order, PullsBeside, check_may_travel
 from lsgd_jax._src.exchange.crew import Crew, Verdict
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.exchange.exchange import Exchange
@@ -40,6 +35,7 @@ from lsgd_jax._src.shared import (
 )
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.words import telling_words
+from lsgd_jax._src.workers import by_default
 from lsgd_jax._src.workers.device_grid import (
     check_inside,
     check_mesh,
@@ -60,7 +56,7 @@ from lsgd_jax._src.workers.transfer import (
     read,
     split,
 )
-from lsgd_jax._src.workers.twin import Twin, among, turns
+from lsgd_jax._src.workers.twin import Twin, among, processes_of, turns
 
 
 Keys = Literal["split", "copy"]
@@ -145,12 +141,16 @@ class Workers:
                 "`mesh` and `axes` must stand in place of `nodes`, `locals`, `devices` and "
                 "`inside`, which follow from the mesh"
             )
+        self.debug = debug
+        self._stand(used)
+
+    def _stand(self, used: np.ndarray) -> None:
+        """Sets what follows from the grid and its devices."""
         self.mesh = self._grid.mesh
         self.inside = dict(self._grid.inside)
         self.nodes = self._grid.nodes
         self.locals = self._grid.locals
         self.num_workers = self.nodes * self.locals
-        self.debug = debug
         self.sizes = {**self._grid.sizes, "node": self.nodes, "local": self.locals}
         self.sharding = self._grid.sharding()
         self.shared_sharding = self._grid.sharding(shared=True)
@@ -168,6 +168,7 @@ class Workers:
         self._meetings = Meetings()
         self._twin: Twin | None = None  # of the loops that exchange beside
         self._crew: Crew | None = None  # of the loop whose processes may be lost
+        self._connects_processes = len(processes_of(self.mesh.devices)) > 1
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
@@ -183,6 +184,25 @@ class Workers:
             f"{per_device} worker{'s' * (per_device > 1)} per "
             f"{f'{each} devices' if each > 1 else 'device'}"
         )
+
+    def own(self) -> "Workers":
+        """Returns the workers of this process, as a grid of their own.
+
+        Its worker i is worker ``owned[i]``. No program of it sends a message to another
+        process.
+
+        Raises:
+          ValueError: they are no nodes x locals.
+
+        >>> import lsgd_jax as lj
+        >>> lj.Workers(nodes=2, locals=2).own().num_workers
+        4
+        """
+        own: Workers = object.__new__(Workers)
+        own._grid = among(self._grid, {jax.process_index()})
+        own.debug = self.debug
+        own._stand(_devices_of(own._grid))
+        return own
 
     # Placing trees
 
@@ -289,7 +309,7 @@ class Workers:
         """
         if self._crew is not None and self._crew.verdict is not None:
             return of_members(self._crew.gather, tree)
-        if jax.process_count() > 1:
+        if self._connects_processes:
             if self._twin is not None:
                 tree = self._twin.back(tree)
             tree = gathered(tree, self._replicate_rows)
@@ -345,7 +365,7 @@ class Workers:
         step: Around,
         donate: int | Iterable[int] = (),
         static: str | Iterable[str] = (),
-        beside: bool = False,
+        beside: bool | None = None,
         min_workers: int | None = None,
     ) -> Callable:
         """Turns a step with a method around it into one for a loop over the steps.
@@ -390,7 +410,8 @@ class Workers:
           step: what `around` returned.
           donate: as for `map`; the exchanges never reuse their arguments' buffers.
           static: as for `map`.
-          beside: whether messages of pulls with a `delay` travel beside the steps.
+          beside: whether messages of pulls with a `delay` travel beside the steps. Defaults
+            to `travels_beside`.
           min_workers: goes on when processes are lost, with at least so many workers, and
             takes back those that start again; with `beside`. Otherwise a lost process ends
             all of them.
@@ -427,7 +448,16 @@ class Workers:
         options = {"donate": donate, "static": static}
         crew_of = None
         if min_workers is not None:
-            crew_of = self._crew_of(step, beside, min_workers)
+            if not beside:
+                raise ValueError(
+                    "`min_workers` must be left out unless messages travel beside the "
+                    f"steps (`beside=True`), got min_workers={min_workers}"
+                )
+            methods = [method.method for method in step.methods]
+            crew_of = self._crew_of(methods, self._grid, min_workers)
+        if beside is None:
+            methods = [method.method for method in step.methods]
+            beside = by_default.travels_beside(methods, self._grid)
         if beside:
             twin = self._devices_beside()
             run: Loop = LoopBeside(step, self._compile, self.sizes, options, twin, crew_of)
@@ -437,7 +467,7 @@ class Workers:
             run.check = functools.partial(check_not_misplaced, read_all=self.fetch)
         return run
 
-    def beside(self, method: Exchange) -> PullsBeside:
+    def beside(self, method: Exchange, min_workers: int | None = None) -> PullsBeside:
         """Returns the delayed pulls of a method, to exchange beside the steps of a chain.
 
         `loop` does so for a step from `around`. This is for a loop of one's own, which
@@ -445,10 +475,12 @@ class Workers:
 
         Args:
           method: the last member of an optax chain.
+          min_workers: as for `loop`. Each process then steps with the workers of `own`
+            alone, and `PullsBeside.meet` begins.
 
         Raises:
           ValueError: a method without a delay, or that needs whole steps; a process with
-            too few CPU devices.
+            too few CPU devices; as for `min_workers` of `loop`.
 
         >>> import jax
         >>> import jax.numpy as jnp
@@ -463,10 +495,31 @@ class Workers:
         >>> jax.tree.structure(pulls.whole(at_home)) == jax.tree.structure(state)
         True
         """
-        check_has_delay(method.pulls)
-        check_reads_no_x(method)
-        twin = self._devices_beside()
-        return PullsBeside(method.pulls, twin, Order(twin))
+        check_may_travel([method])
+        if min_workers is None:
+            twin = self._devices_beside()
+            return PullsBeside(method.pulls, twin, Order(twin))
+        home = among(self._grid, {jax.process_index()})
+        crew_of = self._crew_of([method], home, min_workers)
+        twin = Twin(home, self._meetings, self._grid)
+        pulls = PullsBeside(method.pulls, twin, Order(twin))
+        crew_of([pulls])
+        return pulls
+
+    def travels_beside(self, method: Exchange) -> bool:
+        """Whether delayed messages of a method travel beside the steps by default.
+
+        They do if they take a link between processes, the method allows it, and each
+        process has a CPU device for each of its devices that train. On CPUs a process must
+        train on one device: XLA starts no step on several of them while a message waits.
+        On accelerators all delayed messages must take a link between hosts, or slices of
+        TPUs, and have a delay of more than one step: XLA hides others inside the step.
+
+        >>> import lsgd_jax as lj
+        >>> lj.Workers(nodes=1, locals=2).travels_beside(lj.diloco(period=8, delay=4))
+        False
+        """
+        return by_default.travels_beside([method], self._grid)
 
     def _devices_beside(self) -> Twin:
         if self._twin is None:
@@ -474,32 +527,29 @@ class Workers:
         return self._twin
 
     def _crew_of(
-        self, step: Around, beside: bool, min_workers: int
+        self, methods: Sequence[Exchange], home: Grid, min_workers: int
     ) -> Callable[[Sequence[PullsBeside]], Crew]:
         """Returns what makes the crew of a loop whose processes may be lost.
+
+        home: the workers that the programs of the devices that train have.
 
         Raises:
           ValueError: they may not.
         """
         check_positive_int("min_workers", min_workers)
-        if not beside:
-            raise ValueError(
-                "`min_workers` must be left out unless messages travel beside the steps "
-                f"(`beside=True`), got min_workers={min_workers}"
-            )
         if min_workers > self.num_workers:
             raise ValueError(
                 f"`min_workers` must be at most the number of workers, {self.num_workers}, "
                 f"got min_workers={min_workers}"
             )
-        check_may_lose([method.method for method in step.methods], self._grid)
+        check_may_lose(methods, self._grid)
         members = Members.of_jax()
 
         def twin_of(verdict: Verdict) -> Twin | None:
             own = among(self._grid, verdict.members)
             if verdict.changes >= turns(own.mesh.devices):
                 return None
-            self._twin = Twin(self._grid, self._meetings, own, verdict.changes)
+            self._twin = Twin(home, self._meetings, own, verdict.changes)
             return self._twin
 
         def crew_of(senders: Sequence[PullsBeside]) -> Crew:
@@ -611,7 +661,13 @@ def _on_mesh(mesh: Any, axes: Any) -> tuple[Grid, np.ndarray]:
     nodes = mesh.shape[names[0]]
     locals = mesh.shape[names[1]] if names[1:] else 1
     inside = {name: n for name, n in mesh.shape.items() if name not in names}
-    order = [mesh.axis_names.index(name) for name in (*names, *inside)]
     called = dict(zip(WORKER_AXES, names))
     grid = Grid(mesh, names, [], nodes, locals, inside, called)
-    return grid, mesh.devices.transpose(order)
+    return grid, _devices_of(grid)
+
+
+def _devices_of(grid: Grid) -> np.ndarray:
+    """The devices of a grid: [*axes of workers, *inside]."""
+    mesh = grid.mesh
+    order = [mesh.axis_names.index(name) for name in (*grid.axes, *grid.inside)]
+    return mesh.devices.transpose(order)

@@ -237,6 +237,9 @@ REFUSED = {
     "reads the parameters before": lambda: around(order="combine_then_adapt"),
     "step reads what the group agrees on": lambda: around(local_proximal=0.1),
     "a method around another one": lambda: lj.around(around(), lj.lsgd(delay=1)),
+    "leave out `scan_axis`": lambda: lj.around(
+        update, lj.diloco(4, fragments=2, scan_axis=0, delay=1)
+    ),
 }
 
 
@@ -245,10 +248,3 @@ def test_methods_that_cannot_travel_beside_are_refused(message):
     train = REFUSED[message]()
     with pytest.raises(ValueError, match=f"`beside` must be False .*{message}"):
         WORKERS.loop(train, beside=True)
-
-
-def test_fragments_that_share_a_program_are_refused():
-    train = lj.around(update, lj.diloco(4, fragments=2, scan_axis=0, delay=1))
-    run = WORKERS.loop(train, beside=True)
-    with pytest.raises(ValueError, match="leave out `scan_axis`"):
-        run(begun(train, WORKERS), WORKERS.put(targets_of(4)[0]))

@@ -6,11 +6,12 @@ The processes are threads here, which share a key-value store as those of jax do
 import random
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from coordination import Killed, World
 
-from lsgd_jax._src.exchange.crew import Crew, LoopEnded
+from lsgd_jax._src.exchange.crew import Crew, LoopEnded, Verdict
 from lsgd_jax._src.workers import members as module
 from lsgd_jax._src.workers.members import Members
 
@@ -123,14 +124,17 @@ class Sender:
         self.away[k] = State(self.process, self.away[k])
 
 
-def take_steps(process, min_workers=1, seed=0):
-    """Takes all steps as a loop does. Returns the messages that count, by pull."""
+def take_steps(process, min_workers=1, seed=0, begins=0, asks_at=None):
+    """Takes all steps as a loop does. Returns the messages that count, by pull.
+
+    begins: the step of its checkpoint. asks_at: the step at which it asks all to stop.
+    """
     wait = random.Random(seed).random
     sender = Sender(process)
     members = Members(process, process.number, process.world.processes)
     crew = Crew(members, Twin, lambda twin: None, min_workers, [sender])
-    verdict = crew.begin()
-    t = 0
+    verdict = crew.begin([begins])
+    t = begins
     if verdict.newcomers:
         crew.come_in(verdict)
         (t,) = verdict.place["counts"]
@@ -144,8 +148,15 @@ def take_steps(process, min_workers=1, seed=0):
                     sender.send_one(k, t, None)
         t += 1
         time.sleep(0.004 * wait())
+        if t == asks_at:
+            crew.stop_all("SIGTERM")
         if t % PERIOD == DELAY:
             crew.wait_for(sender, PULLS)
+            assert crew.known(sender) == sender.away
+            for k in PULLS:
+                crew.landed(sender, k)
+        if crew.stopped:
+            break
         if t % 5 == 0:
             assert set(crew.gather(t)) == {t}
     crew.close()
@@ -209,6 +220,53 @@ def test_all_that_live_have_sent_each_message_once(seed):
     whole = {k: expected(k) for k in PULLS}
     assert results[0] == whole
     assert all(result == whole or isinstance(result, LoopEnded) for result in results)
+
+
+def results_of(world, options):
+    """The results of processes with these options, of which none is lost."""
+    running = [Running(world.start(p), **each) for p, each in enumerate(options)]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join(20)
+    return [each.result for each in running]
+
+
+def test_processes_begin_at_the_step_of_process_0():
+    """The others have checkpoints of other steps, and take what all have from it."""
+    begins = PERIOD * 3
+    each = results_of(World(3), [{"begins": begins}, {"begins": 0}, {"begins": begins}])
+    sent = [f"{{}} at {t}" for t in range(begins, STEPS, PERIOD)]
+    assert each == [{k: tuple(name.format(k) for name in sent) for k in PULLS}] * 3
+
+
+@pytest.mark.parametrize("asks_at", [PERIOD, PERIOD + 1, PERIOD + DELAY])
+def test_all_stop_at_one_step_if_process_0_asks(asks_at):
+    """It is the landing of a message that was in flight or left later."""
+    first, *others = results_of(World(3), [{"asks_at": asks_at}, {}, {}])
+    assert others == [first, first]
+    stopped = len(first[0])
+    assert stopped in (2, 3) and first == {k: expected(k)[:stopped] for k in PULLS}
+
+
+def test_only_process_0_can_stop_all():
+    each = results_of(World(2), [{}, {"asks_at": PERIOD}])
+    assert each == [{k: expected(k) for k in PULLS}] * 2
+
+
+def test_a_state_is_known_before_the_messages_in_flight():
+    world = World(2)
+    process = world.start(0)
+    sender = Sender(process)
+    crew = Crew(Mock(), Twin, lambda twin: None, 1, [sender])
+    before = dict(sender.away)
+    members = {0: process.incarnation, 1: 0}  # of which the other one says nothing
+    crew._board(Verdict(members, {}, {}, "", 0, {}))
+    crew._place = {"counts": [0], "sent": 0}
+    for t in (0, PERIOD):
+        sender.send_one(0, t, None)
+    assert sender.away[0] is not before[0]
+    assert crew.known(sender) == before
 
 
 def wait_for_verdict(world):

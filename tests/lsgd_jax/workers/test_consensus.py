@@ -229,6 +229,25 @@ def test_leaves_without_a_center_have_their_consensus(name):
     assert int(center["n"]) == 17 and center["n"].dtype == jnp.int32
 
 
+@pytest.mark.parametrize(
+    "method, has_center",
+    [
+        (lj.easgd(0.5, 2), True),
+        (lj.easgd(0.5, 2, fragments=2), True),
+        (lj.easgd(0.5, 2, part=["a"]), False),
+        (lj.easgd(0.5, 2, axes="local"), False),
+        (lj.diloco(2), False),  # its anchor is that of the last exchange
+        (lj.lsgd(), False),
+    ],
+    ids=["whole", "fragments", "a part", "of each node", "an anchor", "a leader"],
+)
+def test_methods_with_one_center_of_all_parameters(method, has_center):
+    workers = lj.Workers(2, 1)
+    params = workers.replicate({"a": jnp.zeros([2, 4]), "b": jnp.zeros([2])})
+    state = workers.map(method.init)(params)
+    assert lj.has_center(params, state) == has_center
+
+
 def test_under_jit_and_on_several_workers_per_device():
     workers = lj.Workers(2, 4, devices=jax.devices()[:2])
     x = workers.put(np.arange(8.0, dtype=np.float32)[:, None])

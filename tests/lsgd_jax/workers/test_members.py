@@ -103,7 +103,8 @@ def test_each_turn_has_other_partners(monkeypatch):
         ([[0, 1], [2, 3]], {0, 1, 2}, None, None),
     ],
 )
-def test_workers_that_live_are_a_grid(processes, live, nodes, locals, monkeypatch):
+@pytest.mark.parametrize("name", ["node", "node_device"])
+def test_workers_that_live_are_a_grid(processes, live, nodes, locals, name, monkeypatch):
     devices = np.vectorize(lambda process: Device(process, 0))(processes)
 
     def mesh_of(devices, names, axis_types=None):
@@ -111,8 +112,8 @@ def test_workers_that_live_are_a_grid(processes, live, nodes, locals, monkeypatc
 
     monkeypatch.setattr(twin, "Mesh", mesh_of)
     shape = dict(zip(("nodes", "locals"), devices.shape))
-    mesh = mesh_of(devices, ("node", "local"))
-    grid = WORKERS._grid._replace(mesh=mesh, **shape)
+    mesh = mesh_of(devices, (name, "local"))
+    grid = WORKERS._grid._replace(mesh=mesh, axes=mesh.axis_names, **shape)
     if nodes is None:
         with pytest.raises(ValueError, match="must be whole nodes"):
             twin.among(grid, live)

@@ -16,7 +16,7 @@ from configs.digits import CONFIG
 from train import compare, plan
 from train.cluster import rendezvous, session, shared_folder, signals
 from train.cluster.session import Session
-from train.cluster.signals import StopSignals
+from train.cluster.signals import StopSignals, StopTogether
 from train.config import DistributedConfig
 from train.process import numerics
 from train.process.exit_status import CRASHED, RESUME, WRONG_USAGE
@@ -286,3 +286,36 @@ def test_ctrl_c_after_that_of_the_others_is_the_first_one_of_a_process(monkeypat
     stop._note(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         stop._note(signal.SIGINT, None)
+
+
+# Processes that may be lost
+
+
+def stop_together(patience, monkeypatch):
+    monkeypatch.setattr(signals, "PATIENCE_S", patience)
+    crew = types.SimpleNamespace(stopped="", stop_all=Mock())
+    return StopTogether(crew), crew
+
+
+def test_a_process_that_is_asked_tells_the_others_and_waits_for_them(monkeypatch):
+    stop, crew = stop_together(60, monkeypatch)
+    assert not stop.asked()
+    stop.received = signal.SIGINT
+    assert not stop.asked() and not stop.asked()
+    crew.stop_all.assert_called_once_with("SIGINT")
+    crew.stopped = "SIGINT"
+    assert stop.asked() and stop.received == signal.SIGINT
+
+
+def test_a_process_that_is_not_asked_stops_with_the_others(monkeypatch):
+    stop, crew = stop_together(60, monkeypatch)
+    crew.stopped = "SIGTERM"
+    assert stop.asked() and stop.received == signal.SIGTERM
+    crew.stop_all.assert_not_called()
+
+
+def test_a_process_whose_patience_ends_leaves_alone(monkeypatch):
+    stop, _ = stop_together(-1, monkeypatch)
+    assert not stop.asked()
+    stop.received = signal.SIGTERM
+    assert stop.asked() and stop.received == signal.SIGTERM

@@ -74,6 +74,18 @@ def test_the_latest_ones_are_kept_and_restored(opened, folder, warnings):
     assert latest_notes(folder / "none") == notes_of(folder, 5) == {}
 
 
+def test_a_process_that_may_be_lost_saves_and_restores_its_arrays_on_the_host(folder):
+    session = Session(0, ["host"], words=Mock())
+    save(Checkpoints(folder, 2, pytest.fail, session), 3)
+    opened = Checkpoints(folder, 2, pytest.fail, session)
+    step, restored, _ = opened.restore_latest(lambda notes: state(0))
+    assert step == 3
+    assert all(isinstance(x, np.ndarray) for x in restored.values())
+    expected = state(3) | {"key": jax.random.key_data(state(3)["key"])}
+    for name, x in expected.items():
+        np.testing.assert_array_equal(restored[name], x)
+
+
 def test_a_checkpoint_without_checksums_is_read_and_named(opened, folder, warnings):
     save(opened(), 2)
     (folder / "2" / checksums.CHECKSUMS).unlink()

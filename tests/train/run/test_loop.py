@@ -113,9 +113,15 @@ def test_several_processes_measure_distances_as_often_as_they_test(
         return measures_distances(config, session, step)
 
     monkeypatch.setattr("train.run.open.measures_distances", measures)
-    events = log.read(train(opened()).folder)["train"]
-    for name in ("consensus_distance", "exchange"):
-        assert [event["step"] for event in events if event[name] is not None] == measured
+    run = opened()
+    run.buffer._around_exchanges = processes == 1
+    events = log.read(train(run).folder)["train"]
+    measured_of = {
+        name: [event["step"] for event in events if event[name] is not None]
+        for name in ("consensus_distance", "exchange")
+    }
+    around = measured if processes == 1 else []
+    assert measured_of == {"consensus_distance": measured, "exchange": around}
 
 
 def test_a_run_compiles_its_step_once_and_each_exchange(finished, programs):
@@ -206,12 +212,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", [slow("diloco"), "added", slow("lsgd"), slow("int8")])
-def test_messages_beside_the_steps_change_no_number(kind, opened, tmp_path):
+def test_messages_beside_the_steps_change_no_number(kind, opened, tmp_path, monkeypatch):
     """Nor does a run that is resumed while its message is in flight."""
     changes = KINDS[kind] | dict(checkpoint_every=3, log_every=3)
-    inside = opened(run_dir=str(tmp_path / "inside"), **changes)
+    inside = opened(run_dir=str(tmp_path / "inside"), beside=False, **changes)
     expected = train(inside)
-    options = changes | dict(run_dir=str(tmp_path / "beside"), beside=True)
+    monkeypatch.setattr(lj.Workers, "travels_beside", lambda self, method: True)
+    options = changes | dict(run_dir=str(tmp_path / "beside"))
     first = opened(**options)
     train(first)
     again = opened(**options | dict(steps=7, run_dir=str(tmp_path / "again")))
@@ -242,9 +249,14 @@ def test_messages_beside_the_steps_change_no_number(kind, opened, tmp_path):
         ),
     ],
 )
-def test_settings_without_messages_beside_are_refused(changes, message, opened):
+def test_settings_without_messages_beside_are_refused(
+    changes, message, opened, monkeypatch
+):
     with pytest.raises(ValueError, match=message):
         opened(beside=True, **changes)
+    # By default they keep messages in the step.
+    monkeypatch.setattr(lj.Workers, "travels_beside", lambda self, method: True)
+    assert opened(**changes).experiment.waited is None
 
 
 # Steps without a gradient: 3, 6, 7, 9 and 10, so that the interval of 9 and 10 has no loss.
@@ -711,7 +723,7 @@ def test_the_flag_with_which_delayed_messages_travel_together_on_gpus(
     own = None if made.is_asynchronous else made.exchanges(0.1)
     run = SimpleNamespace(
         config=dataclasses.replace(run.config, method=made),
-        experiment=SimpleNamespace(method=own, workers=run.experiment.workers),
+        experiment=SimpleNamespace(method=own, workers=run.experiment.workers, waited=None),
         state=SimpleNamespace(params=[jnp.zeros([2, n]) for n in [loop.LARGE] * 4 + [9]]),
     )
     flag = "xla_gpu_experimental_parallel_collective_overlap_limit"
