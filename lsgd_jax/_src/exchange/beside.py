@@ -161,21 +161,21 @@ class PullsBeside:
     def whole(self, state: ExchangeState) -> ExchangeState:
         """The state of what was left at home and what is beside."""
         self._keep(state)
-        return _with_pulls(state, self._joined)
+        return _with_pulls(state, functools.partial(self._joined, self.away))
 
     def _keep(self, at_home: ExchangeState) -> None:
         """Keeps what stands for agreed leaves: a step may have reused older arrays."""
         for k in self._before:
             self._before[k] = jax.tree.leaves(at_home.pulls[k].rule)
 
-    def _joined(self, k: int, pull: PullState) -> PullState:
+    def _joined(self, away: Mapping[int, PullState], k: int, pull: PullState) -> PullState:
         if k not in self._slots:
             return pull
-        away = self.away[k]
+        beside = away[k]
         if self._steps(k):
-            agreed = jax.tree.leaves(away.rule)
-            away = away._replace(rule=_replaced(pull.rule, self._agreed[k], agreed))
-        return _together(pull, away)
+            agreed = jax.tree.leaves(beside.rule)
+            beside = beside._replace(rule=_replaced(pull.rule, self._agreed[k], agreed))
+        return _together(pull, beside)
 
     def back(self, tree: Tree) -> Tree:
         """The tree with all arrays of the twin on the devices that train."""
@@ -218,12 +218,11 @@ class PullsBeside:
 
     def known(self, state: ExchangeState) -> ExchangeState:
         """The whole state before messages of which it is not known whether they count."""
-        now = self.away
         assert self.crew is not None
-        self.away = self.crew.known(self)
-        found = self.whole(self.at_home(state))
-        self.away = now
-        return found
+        away = self.crew.known(self)
+        at_home = self.at_home(state)
+        self._keep(at_home)
+        return _with_pulls(at_home, functools.partial(self._joined, away))
 
     def consensus(self, tree: Tree) -> Tree:
         """The mean over the workers that live, as host arrays. All processes call it.
