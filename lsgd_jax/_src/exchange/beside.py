@@ -347,6 +347,8 @@ class PullsBeside:
 
         state, messages: results of the program of the exchange, see `recorded`.
         """
+        if self.crew is not None:
+            self.crew.wait_for_change()  # it brings the states to other devices
         for k in self._lands(phase):
             landed = self._twin.there(_only(COUNTERS, state.pulls[k]))
             self.away[k] = self._program("land", k)(self.away[k], landed)

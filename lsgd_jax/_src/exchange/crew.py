@@ -250,7 +250,7 @@ class Crew:
 
     def has_left(self) -> bool:
         """Whether the next message has left before this process came."""
-        self._wait_for_change()
+        self.wait_for_change()
         if self._missed == 0:
             return False
         self._missed -= 1
@@ -287,7 +287,7 @@ class Crew:
 
     def wait_for_messages(self) -> None:
         """Waits until all messages count."""
-        self._wait_for_change()
+        self.wait_for_change()
         while self._in_flight:
             self._follow_next()
 
@@ -306,7 +306,7 @@ class Crew:
     def known(self, sender: Sender) -> dict[int, Any]:
         """The states of a sender before those messages that may not count."""
         with contextlib.suppress(LoopEnded):
-            self._wait_for_change()
+            self.wait_for_change()
         states = dict(sender.away)
         for message in reversed(self._in_flight):
             if message.sender is sender:
@@ -340,7 +340,7 @@ class Crew:
 
         A newcomer gets what was said while it did not live.
         """
-        self._wait_for_change()
+        self.wait_for_change()
         steps = "-".join(map(str, self._place["counts"]))
         self._gathered += 1
         name = f"{steps}-{self._gathered}"
@@ -389,7 +389,7 @@ class Crew:
 
         in_thread: whether steps go on during a change, until a message leaves or lands.
         """
-        self._wait_for_change()
+        self.wait_for_change()
         while self._in_flight and self._in_flight[0].verdict.done():
             verdict = self._next_verdict()
             if verdict.is_change and in_thread:
@@ -424,7 +424,7 @@ class Crew:
         else:
             changing.set_result(None)
 
-    def _wait_for_change(self) -> None:
+    def wait_for_change(self) -> None:
         """Waits until messages leave among the new members."""
         if self._changing is not None:
             self._changing.result()
