@@ -6,7 +6,7 @@ Prints:    how many processes were killed, one or two at a time, and what became
            run: the longest step of process 0, how many processes it has told as lost and as
            come in, the validation loss, and whether all have saved the same last step
 
-The run is `python -m train text` with DiLoCo (`--period`, `--delay`) beside the steps and
+The run is `python -m train text` with DiLoCo (`--period`, `--delay`) and
 `--min-workers 1`, with a test and a checkpoint every 50 steps. Process 0, which holds jax's
 coordination service, is never killed; SIGTERM to it ends the run.
 """

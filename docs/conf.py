@@ -1,4 +1,4 @@
-"""How Sphinx makes the site: `sphinx-build -W -q docs build/site`.
+"""How Sphinx makes the site: `sphinx-build -W -a -q docs build/site`.
 
 Neither the build nor its readers need a network: equations become MathML while building,
 and a page that would load anything from elsewhere fails the build.

@@ -69,7 +69,7 @@ SIMULATED = (
     "is lost in lock step, the others wait for --timeout and go on without it"
 )
 
-WIDTH = 100  # of a file, and the most of a terminal, for lines that are easy to read
+WIDTH = 98  # of a file, and the most of a terminal: docs/is_it_worth_it.md has room for it
 SIMULATING = "simulating methods with workers that differ, which may take minutes"
 
 

@@ -48,22 +48,12 @@ def one_each(config: Config) -> list[jax.Device] | None:
     grid = config.workers
     if processes == 1 or jax.default_backend() != "cpu" or not config.may_send_beside:
         return None
-    has_whole_workers = grid.devices_each == 1 and grid.fits(processes)
-    return first_of_each_process() if has_whole_workers else None
-
-
-def first_of_each_process() -> list[jax.Device]:
-    """The device of each process that trains, where processes may be lost.
-
-    The other CPU devices of a process are beside it. All GPUs of a process would train.
-    """
+    if grid.devices_each > 1 or not grid.fits(processes):
+        return None
     devices = jax.devices()
-    if jax.default_backend() != "cpu":
-        return devices
-    processes = sorted({device.process_index for device in devices})
     return [
         next(device for device in devices if device.process_index == process)
-        for process in processes
+        for process in range(processes)
     ]
 
 

@@ -82,7 +82,7 @@ class Loss(NamedTuple):
 
 def none(reason: str) -> Loss:
     """No loss, and the reason."""
-    return Loss(None, 0.0, None, 0.0, f"no law: {reason}")
+    return Loss(None, 0.0, None, 0.0, f"unknown, because {reason}")
 
 
 def loss(
@@ -105,20 +105,21 @@ def loss(
     >>> round(found.nats, 3), round(found.error, 3), round(found.more, 3)
     (2.529, 0.035, 0.014)
     >>> loss(1e9, 2e10, 4, "lsgd", 30).source
-    'no law: none was published'
+    'unknown, because no scaling law was published'
     """
     if method not in ("allreduce", "diloco"):
-        return none("none was published")
+        return none("no scaling law was published")
     least, most = PARAMETERS
     if not least <= parameters <= most:
         return none(
-            f"fitted and tested from {least / 1e6:g} M to {most / 1e9:g} B parameters"
+            f"its law was fitted and tested from {least / 1e6:g} M to {most / 1e9:g} B "
+            "parameters"
         )
     if not REPLICAS[0] <= replicas <= REPLICAS[1]:
-        return none(f"fitted for 1 to {REPLICAS[1]} replicas")
+        return none(f"its law was fitted for 1 to {REPLICAS[1]} replicas")
     times = tokens / (CHINCHILLA * parameters)
     if not TOKENS[0] <= times <= OVERTRAINED:
-        return none(f"fitted at {CHINCHILLA:g} tokens per parameter")
+        return none(f"its law was fitted at {CHINCHILLA:g} tokens per parameter")
     source = f"{SCALING}, Tables 8 and 11"
     more = 0.0
     base = LOSS[None](parameters)
@@ -141,13 +142,14 @@ def loss(
 def _of_period(period: int | None, replicas: int) -> tuple[float | None, str]:
     """The nats that a period adds to those of H = 30, and their source or the reason."""
     if period is None:
-        return None, "fitted for periods that do not change"
+        return None, "its law was fitted for periods that do not change"
     if is_near(period, 30):
         return 0.0, ""
     if is_near(period, 100) and replicas in LONGER:
         return LONGER[replicas], f"; H = 100: {STREAMING}, Table 6"
     known = " or ".join(map(str, LONGER))
-    return None, f"periods have one near 30, and near 100 with {known} replicas"
+    why = f"its period is far from those of the laws: 30, and 100 for {known} replicas"
+    return None, why
 
 
 def is_fitted(parameters: float, tokens: float, replicas: int) -> bool:

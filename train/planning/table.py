@@ -12,6 +12,7 @@ from train.planning.candidates import NAMES, Candidate
 COLUMNS = 6  # which 100 columns of a terminal hold
 ROWS = 8
 ALL_ROWS = 16  # of the table with all columns
+UNKNOWN = "unknown"  # a loss that no law predicts
 
 Cells = dict[str, str]
 
@@ -111,8 +112,8 @@ class Table:
         else:
             cells = {"time": duration(found.seconds, digits=3)}
             sent = {"sent": size(found.sent * found.steps)}
-        if self.advice.scenario.tokens is not None:
-            cells["more nats"] = _more_nats(found) or "no law"
+        if any(x.loss.more is not None for x in self.advice.candidates):
+            cells["added nats"] = _added_nats(found) or UNKNOWN
         cells |= self._bills(found)
         cells["waiting"] = f"{100 * found.share:.1f} %"
         cells |= sent
@@ -145,7 +146,7 @@ def _of_laws(found: Candidate) -> Cells:
     """The cells that laws fill."""
     settings = found.settings
     loss = found.loss
-    nats = "no law"
+    nats = UNKNOWN
     if loss.nats is not None:
         nats = f"{loss.nats:.3f} ± {loss.error:.3f}"
     return {
@@ -153,9 +154,9 @@ def _of_laws(found: Candidate) -> Cells:
         "inner rate": f"{settings['rate']:.2g}" if "rate" in settings else "",
         "outer rate": f"{settings.get('outer_rate', '')}",
         "loss, nats": nats,
-        "more nats": _more_nats(found),
+        "added nats": _added_nats(found),
     }
 
 
-def _more_nats(found: Candidate) -> str:
+def _added_nats(found: Candidate) -> str:
     return "" if found.loss.more is None else f"{found.loss.more:+.3f}"

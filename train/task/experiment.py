@@ -14,7 +14,7 @@ import optax
 from jax import Array
 
 import lsgd_jax as lj
-from train.cluster.devices import first_of_each_process, one_each
+from train.cluster.devices import one_each
 from train.cluster.session import Session
 from train.config.schema import Config
 from train.data.arrays import DataError
@@ -297,8 +297,6 @@ class BaseExperiment(abc.ABC):
         grid = config.workers
         session = session or Session()
         self._session = session
-        if config.min_workers is not None and devices is None:
-            devices = first_of_each_process()
         # Asynchronous workers have devices of their own, in other processes.
         axes = {} if config.method.is_asynchronous else grid.axes
         if devices is None:

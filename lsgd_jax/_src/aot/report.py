@@ -119,7 +119,8 @@ class Program:
 class Report:
     """The programs of a training step; `report` and `report_of` return it.
 
-    Printed it is a table. All bytes are those of one device.
+    Printed it is two tables, memory and the seconds of a step, which 100 columns of a
+    terminal hold. All bytes are those of one device.
 
     Attributes:
       pod: the cluster.
@@ -356,8 +357,8 @@ class Comparison:
     >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> report = lambda f: aot.report_of(jax.jit(f).trace(x))
     >>> both = aot.Comparison({"one": report(lambda x: x @ x), "sum": report(jnp.sum)})
-    >>> [line.split()[0] for line in str(both).splitlines()[1:4]]
-    ['step', 'one', 'sum']
+    >>> [line.split()[:2] for line in str(both).splitlines() if line[:3] in both.reports]
+    [['one', '1'], ['sum', '1']]
     """
 
     reports: Mapping[str, Report]

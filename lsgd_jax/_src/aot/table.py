@@ -14,7 +14,8 @@ BYTES_AND_TIMES = (
     "exposed across, ms",
     "hidden, ms",
 )
-HEAD = (
+# A report has two tables, because a terminal has no room for all columns.
+MEMORY = (
     "program",
     "share",
     "compile, s",
@@ -23,9 +24,8 @@ HEAD = (
     "temporaries",
     "code",
     "fits",
-    "TFLOP",
-    *BYTES_AND_TIMES,
 )
+STEP = ("program", "TFLOP", *BYTES_AND_TIMES)
 COMPARED = (
     "step",
     "programs",
@@ -42,13 +42,15 @@ PLANNED = (
     "exposed, ms",
     "step, ms",
     "staleness",
-    "exposed because",
+    "why exposed",
 )
 
 
 def text(report: Any) -> str:
-    """The report as a table of aligned columns."""
-    rows = [HEAD, *(_row(report, program) for program in report.programs)]
+    """The report as tables of aligned columns: memory, then bytes and seconds."""
+    memory = [MEMORY, *(_memory(program) for program in report.programs)]
+    steps = [STEP, *(_step(report, program) for program in report.programs)]
+    tables = (*aligned(memory), "", *aligned(steps), "")
     step = report.mean_seconds()
     many = len(report.programs) > 1
     ends = []
@@ -57,7 +59,7 @@ def text(report: Any) -> str:
     if many and step is not None:
         ends = [f"{' '.join(ends)} The mean step takes {_in(step.step, 1e-3)} ms.".strip()]
     notes = (*_assumptions(report), *proposal(report))
-    return "\n".join((_cluster(report), *aligned(rows), *ends, *notes))
+    return "\n".join((_cluster(report), "", *tables, *ends, *notes))
 
 
 def comparison(reports: Any) -> str:
@@ -67,13 +69,14 @@ def comparison(reports: Any) -> str:
     rows = [COMPARED, *(_compared(name, report) for name, report in each.items())]
     means = "Bytes and seconds are means over all steps."
     notes = (means, *_assumptions(first), *proposal(*each.values()))
-    return "\n".join((_cluster(first), *aligned(rows), *notes))
+    return "\n".join((_cluster(first), "", *aligned(rows), "", *notes))
 
 
 def plan(plan: Any) -> str:
     """The choices of a plan as a table."""
     first = plan.best.report
     rows = [(*plan.best.settings, *PLANNED)]
+    reasons = list(dict.fromkeys(x.reason for x in plan.choices if x.reason))
     for choice in plan.choices:
         report = choice.report
         row = (
@@ -86,14 +89,16 @@ def plan(plan: Any) -> str:
             _in(choice.step, 1e-3),
             str(choice.staleness),
         )
-        rows.append((*row, choice.reason))
-    without = aligned([row[:-1] for row in rows])
-    lines = [f"{line}  {row[-1]}".rstrip() for line, row in zip(without, rows)]
+        note = ""
+        if choice.reason:
+            note = f"({1 + reasons.index(choice.reason)})"
+        rows.append((*row, note))
+    numbered = [f"({i}) {reason}" for i, reason in enumerate(reasons, start=1)]
     left_out = [f"left out: {name}: {why}" for name, why in plan.refused.items()]
     means = "MB, exposed and step are means over all steps."
     option = proposal(*(choice.report for choice in plan.choices))
-    notes = (*left_out, means, *_assumptions(first), *option)
-    return "\n".join((_cluster(first), *lines, *notes))
+    notes = (*numbered, *left_out, means, *_assumptions(first), *option)
+    return "\n".join((_cluster(first), "", *aligned(rows), "", *notes))
 
 
 def _cluster(report: Any) -> str:
@@ -117,22 +122,28 @@ def _assumptions(report: Any) -> tuple[str, ...]:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Pads columns to equal width: the first one to the left, others to the right.
 
-    >>> aligned([("a", "bb"), ("ccc", "d")])
-    ['a    bb', 'ccc   d']
+    The words of a heading stand one below the other, so that columns are narrow.
+
+    >>> aligned([("a", "two words"), ("ccc", "d")])
+    ['       two', 'a    words', 'ccc      d']
     """
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    headings = [cell.split() for cell in rows[0]]
+    most = max(map(len, headings))
+    stacked = [[""] * (most - len(words)) + words for words in headings]
+    lines = [*zip(*stacked), *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*lines)]
 
     def pad(i, cell):
         return cell.rjust(widths[i]) if i else cell.ljust(widths[0])
 
-    return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+    return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in lines]
 
 
 def _in(x: float | None, unit: float) -> str:
     return "–" if x is None else f"{x / unit:.3g}"
 
 
-def _row(report: Any, program: Any) -> tuple[str, ...]:
+def _memory(program: Any) -> tuple[str, ...]:
     memory = program.memory
     fits = {True: "yes", False: "no", None: "–"}[program.fits]
     if program.fits is False and program.exceeds:
@@ -146,9 +157,15 @@ def _row(report: Any, program: Any) -> tuple[str, ...]:
         _in(memory and memory.temporaries, 2**30),
         _in(memory and memory.code, 2**30),
         fits,
+    )
+
+
+def _step(report: Any, program: Any) -> tuple[str, ...]:
+    return (
+        program.name,
         _in(program.flops, 1e12),
-        _in(program.inside if memory else None, 1e6),
-        _in(program.across if memory else None, 1e6),
+        _in(program.inside if program.memory else None, 1e6),
+        _in(program.across if program.memory else None, 1e6),
         *_times(report.seconds(program)),
     )
 

@@ -26,12 +26,13 @@ print(json.dumps({"result": round(result, 3), "hits": hits, "size": size}))
 """
 
 
-def run(tmp_path, **variables):
+def run(tmp_path, before="", options="", **variables):
     """Runs the script in a new process; returns (what it prints, its errors)."""
+    script = before + SCRIPT.replace("use()", f"use({options})")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     kept |= {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     kept |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    ended = python("-c", SCRIPT, env=kept, timeout=60, **variables)
+    ended = python("-c", script, env=kept, timeout=60, **variables)
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
     assert said.pop("result") == 1.683
@@ -51,6 +52,17 @@ def test_a_program_is_compiled_once_and_again_if_its_file_is_damaged(tmp_path):
     assert run(tmp_path) == ({"hits": 1, "size": size}, "")
     program.write_bytes(program.read_bytes()[:100])  # as after a full disk
     assert run(tmp_path) == ({"hits": 0, "size": size}, "")
+
+
+@pytest.mark.slow
+def test_each_process_keeps_its_programs_if_it_is_told_so(tmp_path):
+    """jax keeps those of process 0 alone."""
+    second = "from jax._src import distributed as d; d.global_state.process_id = 1; "
+    assert run(tmp_path, before=second)[0]["hits"] == 0
+    assert run(tmp_path, before=second)[0]["hits"] == 0
+    each = {"before": second, "options": "each=True"}
+    assert run(tmp_path, **each)[0]["hits"] == 0
+    assert run(tmp_path, **each)[0]["hits"] == 1
 
 
 def test_incomplete_programs_are_removed(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from train import launch
 from train.config import schema as configuration
 from train.config import settings
-from train.run import cli, resuming
+from train.run import cli, folder, resuming
 from train.run.result import Result, last_lines, where
 
 
@@ -126,3 +126,19 @@ def test_a_folder_that_is_gone_is_not_resumed(tmp_path):
         assert "--resume" not in line and "kept" not in line
     expected = f"python -m train digits --run-dir {tmp_path}/none --resume"
     assert resuming.resume_command(config, tmp_path / "none") == expected
+
+
+def test_the_folder_of_a_process_stands_below_that_of_process_0(tmp_path):
+    """On a file system of its own, both are made, and the command names the first one."""
+    delayed = "--method diloco --method.delay 2 --min-workers 1".split()
+    config = cli.parse(["digits", *delayed])
+    main = tmp_path / "run"
+    for _ in range(2):  # it is there when the process starts again
+        own = folder.of_process(config, 2, main)
+        assert own == main / "process-2"
+        assert settings.read(own / "config.json") == settings.read(main / "config.json")
+    assert folder.of_all(config, own) == main == folder.of_all(config, main)
+    assert f"--run-dir {main} --resume" in resuming.resume_command(config, own)
+    (main / "process-3").write_text("")
+    with pytest.raises(ValueError, match="process-3 cannot be made: File exists"):
+        folder.of_process(config, 3, main)
