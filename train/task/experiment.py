@@ -543,7 +543,8 @@ class Experiment(BaseExperiment):
         steps = self.separate
         assert isinstance(steps, StepsBeside)
         if self.needs_gradient(step + 1):
-            steps.compile_first(state, self.data, self.batch(self.gradients(step)))
+            batch = self.batch(self.gradients(step))
+            steps.compile_first(state, self.data, batch, step)
         return steps.meet(state, step)
 
     def settled(self, state: TrainState) -> TrainState:

@@ -4,6 +4,7 @@ A message leaves before a step, on CPU devices beside those that train, and whol
 until its target lands. All numbers are those of the same delay inside the step.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ import lsgd_jax as lj
 from train.task import optimizers
 from train.task.separate_steps import SeparateSteps, operands_of
 from train.task.state import TrainState
+
+
+STEPS_AHEAD = 2048  # whose exchanges are compiled before a process meets the others
 
 
 class StepsBeside(SeparateSteps):
@@ -69,12 +73,14 @@ class StepsBeside(SeparateSteps):
         self._last_step = after.step.value
         return with_own(after, pulls.whole(after.opt_state[-1])), loss
 
-    def compile_first(self, state: TrainState, data: Any, batch: Any) -> None:
-        """Compiles the steps and exchanges of this process before it meets the others.
+    def compile_first(self, state: TrainState, data: Any, batch: Any, step: int) -> None:
+        """Compiles the step, and exchanges that follow, before the others are met.
 
-        They would wait for it at the next landing.
+        They would wait for this process at the next landing.
 
-        state, data, batch: as for the first step. They are not changed.
+        Args:
+          state, data, batch: as for the step after `step`. They are not changed.
+          step: the steps taken.
         """
         own = state.opt_state[-1]
         self._pulls.begin(own, jax.tree.map(_of_one_worker, state.params))
@@ -82,7 +88,8 @@ class StepsBeside(SeparateSteps):
         lowered = self._defer.lower(at_home, data, batch)
         shardings = lowered.compile().output_shardings
         counts = jax.tree.map(_placed, lowered.out_info[-1], shardings[-1])
-        for phase in dict.fromkeys(self._phases_after(0)):
+        phases = itertools.islice(self._phases_after(step), STEPS_AHEAD)
+        for phase in dict.fromkeys(phases):
             if phase is not None:
                 args = self._like_those_of(phase, at_home, counts)
                 self._arrive.lower(*args, phase=phase).compile()
