@@ -129,7 +129,9 @@ def main() -> None:
         row("validation loss of the last test", f"{events['test'][-1]['center_loss']:.3f}")
         row("last checkpoints", " ".join(map(str, last)))
         row("exit statuses", " ".join(map(str, statuses)))
-    sys.exit(len(set(last)) > 1 or set(statuses) != {RESUME})
+    first, *_ = last
+    are_in = [step for step, status in zip(last, statuses) if status == RESUME]
+    sys.exit(statuses[0] != RESUME or set(are_in) != {first})
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def train(config: Config, session: Session) -> int:
             raise
         return session.leave(WRONG_USAGE, str(error))
     except lj.LoopEnded as error:  # before this process has begun
+        if not error.is_over:
+            return session.leave(RESUME, str(error))
         print(f"{error}: nothing is left to do for this process")
         return SUCCESS
     except KeyboardInterrupt:

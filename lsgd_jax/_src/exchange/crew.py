@@ -128,7 +128,15 @@ class LoopEnded(RuntimeError):
     Too few of its workers live, messages fail although no process is lost, CPU devices for
     messages have run out, or the others have taken their last step. The state that the loop
     has returned last is whole.
+
+    Args:
+      reason: the message.
+      is_over: whether the others have taken their last step.
     """
+
+    def __init__(self, reason: str, is_over: bool = False):
+        super().__init__(reason)
+        self.is_over = is_over
 
 
 class Crew:

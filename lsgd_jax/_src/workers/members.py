@@ -112,8 +112,11 @@ class Members:
         self._tell(own, "join", self._me)
         told = None
         while told is None:
-            if self._read("end") is not None:
-                raise LoopEnded("the others have taken their last step")
+            end = self._read("end")
+            if end:
+                raise LoopEnded(f"the others have stopped: {end}")
+            if end == "":
+                raise LoopEnded("the others have taken their last step", is_over=True)
             time.sleep(LOOK_S)
             told = self._read("entry", self._me, own)
         self._delete("entry", self._me, own)
@@ -214,7 +217,7 @@ class Members:
                 return self._told("closed").keys() >= self._members.keys() - self._lost()
 
             self._wait_until(are_all)
-            self._tell("", "end")
+            self._tell(self._stops, "end")
         self._awaited("end")
         self.is_closed = True
 

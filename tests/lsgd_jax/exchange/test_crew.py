@@ -327,3 +327,14 @@ def test_a_process_that_comes_after_the_last_step_is_told():
     late.start()
     late.join(10)
     assert str(late.result) == "the others have taken their last step"
+    assert late.result.is_over
+
+
+def test_a_process_that_comes_after_a_stop_is_told():
+    world = World(2)
+    results_of(world, [{"asks_at": PERIOD}, {}])
+    late = Running(world.start(1))
+    late.start()
+    late.join(10)
+    assert str(late.result) == "the others have stopped: SIGTERM"
+    assert not late.result.is_over
