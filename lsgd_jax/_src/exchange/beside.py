@@ -231,12 +231,10 @@ class PullsBeside:
         """
         assert self.crew is not None
 
-        def mean(tree: Tree) -> Shared:
-            total, _ = Group(WORKER_AXES).masked_mean(tree, trees.all_finite(tree))
-            return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
-
         def run(twin: Any) -> Shared:
-            return twin.compile(mean)(twin.there(tree))
+            if "mean" not in self._programs:
+                self._programs["mean"] = twin.compile(_mean)
+            return self._programs["mean"](twin.there(tree))
 
         found = self.crew.compute(run).value
         return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
@@ -483,6 +481,12 @@ def _forgotten(state: PullState) -> PullState:
     pending: Any = state.pending
     idle = jnp.full_like(pending.stage, kernel.IDLE)
     return state._replace(pending=pending._replace(stage=idle))
+
+
+def _mean(tree: Tree) -> Shared:
+    """The mean over the finite workers, in the dtypes of the tree."""
+    total, _ = Group(WORKER_AXES).masked_mean(tree, trees.all_finite(tree))
+    return Shared(jax.tree.map(lambda x, c: c.astype(x.dtype), tree, total))
 
 
 # What lies where
