@@ -3,11 +3,13 @@
 `tests/processes/test_schedulers.py` runs the scripts under real schedulers.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -221,10 +223,15 @@ def test_a_process_is_started_again_so_many_times(times, ends, starts, here):
 def test_a_process_that_was_asked_to_stop_is_not_started_again(here):
     program = "trap 'sleep 0.1; exit 75' TERM; echo ready; while true; do sleep 0.01; done"
     line = [FOLDER / "again.sh", "3", "bash", "-c", program]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as loop:
-        assert loop.stdout.readline() == "ready\n"
-        loop.terminate()
-        assert loop.wait(30) == 75
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(line, **options) as loop:
+        try:
+            assert loop.stdout.readline() == "ready\n"
+            loop.terminate()
+            assert loop.wait(30) == 75
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(loop.pid, signal.SIGKILL)
 
 
 def test_the_jobset_names_its_own_pods():

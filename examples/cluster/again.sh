@@ -22,6 +22,7 @@ trap pass_on TERM HUP INT
 while true; do
   "$@" &
   child=$!
+  [ -z "$is_asked" ] || pass_on # the signal came before the number of the process
   wait "$child"
   while kill -0 "$child" 2> /dev/null; do # a signal has ended the wait
     wait "$child"
