@@ -82,8 +82,20 @@ def test_settings():
         (1e9, 2e10, 16, 30, "for 1 to 8 replicas"),
         (1e9, 1e10, 4, 30, "at 20 tokens per parameter"),
         (1e9, 1e12, 4, 30, "at 20 tokens per parameter"),
-        (1e9, 2e10, 4, 64, "near 30, and near 100 with 2 or 4 replicas"),
-        (1e9, 2e10, 8, 100, "near 30, and near 100 with 2 or 4 replicas"),
+        (
+            1e9,
+            2e10,
+            4,
+            64,
+            "its period is far from those of the laws: 30, and 100 for 2 or 4 replicas",
+        ),
+        (
+            1e9,
+            2e10,
+            8,
+            100,
+            "its period is far from those of the laws: 30, and 100 for 2 or 4 replicas",
+        ),
     ],
 )
 def test_no_number_where_no_law_holds(parameters, tokens, replicas, period, reason):
