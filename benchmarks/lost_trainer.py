@@ -84,6 +84,18 @@ class Trainers(Processes):
                 raise OSError(f"the processes have not begun in {STARTING_S:.0f} s")
             time.sleep(0.5)
 
+    def wait_for_all(self) -> None:
+        """Waits until all workers live, for some time."""
+        deadline = time.monotonic() + STARTING_S
+        wanted = self._options.processes
+        while time.monotonic() < deadline and self._live() < wanted:
+            self.check()
+            time.sleep(0.5)
+
+    def _live(self) -> int:
+        """The number of workers that live, as process 0 reports it."""
+        return log.read(self._folder / "run")["train"][-1]["workers_live"]
+
     def stop(self) -> list[int]:
         """Stops the run; returns the exit statuses."""
         self._running[0].send_signal(signal.SIGTERM)
@@ -112,7 +124,7 @@ def main() -> None:
         trainers = Trainers(options, folder)
         trainers.wait_for_first_steps()
         kills = kill_at_random(options, trainers)
-        trainers.check()
+        trainers.wait_for_all()
         statuses = trainers.stop()
         events = log.read(folder / "run")
         last = last_checkpoints(folder / "run", options.processes)
