@@ -86,6 +86,7 @@ class Trainers(Processes):
 
     def wait_for_all(self) -> None:
         """Waits until all workers live, for some time."""
+        time.sleep(2 * self._options.heartbeat)  # until losses are noticed
         deadline = time.monotonic() + STARTING_S
         wanted = self._options.processes
         while time.monotonic() < deadline and self._live() < wanted:
