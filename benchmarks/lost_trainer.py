@@ -19,36 +19,27 @@ import sys
 import tempfile
 import time
 
-from lost_worker import Processes, kill_at_random, median_of
+from lost_worker import Processes, add_options, checked, kill_at_random, median_of
 from usage import head, one_line_errors, parser, row
 
 from train.metrics import log
 from train.process.exit_status import RESUME
+from train.run.checkpoints import steps_in
+from train.run.folder import CHECKPOINTS
 
 
 SETTINGS = (
     "text --method diloco --min-workers 1 --workers.nodes 1 --steps 1000000 "
     "--log-every 1 --test-every 50 --checkpoint-every 50"
 )
+STARTING_S = 240.0  # until all processes have stepped
 
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     words = parser(__doc__)
-    words.add_argument("--processes", type=int, default=3)
-    words.add_argument("--minutes", type=float, default=5, help="of kills")
-    words.add_argument("--seed", type=int, default=0, help="of the kills")
-    words.add_argument("--away", type=float, default=10, help="seconds at most")
-    words.add_argument("--every", type=float, default=30, help="seconds between kills")
-    words.add_argument("--period", type=int, default=20, help="steps between exchanges")
-    words.add_argument("--delay", type=int, default=10, help="steps until a target lands")
-    words.add_argument("--heartbeat", type=int, default=10, help="seconds of silence")
-    options = words.parse_args(args)
-    if options.processes < 2:
-        raise ValueError(f"--processes must be at least 2, got {options.processes}")
-    return options
-
-
-STARTING_S = 240.0  # until all processes have stepped
+    add_options(words)
+    words.set_defaults(every=30.0, heartbeat=10)
+    return checked(words.parse_args(args))
 
 
 class Trainers(Processes):
@@ -75,8 +66,7 @@ class Trainers(Processes):
 
     def wait_for_first_steps(self) -> None:
         """Waits until all processes have reported steps."""
-        run = self._folder / "run"
-        own = [run, *(run / f"process-{i}" for i in range(1, self._options.processes))]
+        own = folders_of(self._folder / "run", self._options.processes)
         deadline = time.monotonic() + STARTING_S
         while not all(has_stepped(folder) for folder in own):
             self.check()
@@ -103,6 +93,11 @@ class Trainers(Processes):
         return self.end()
 
 
+def folders_of(run: pathlib.Path, processes: int) -> list[pathlib.Path]:
+    """The folder of each process of a run."""
+    return [run, *(run / f"process-{i}" for i in range(1, processes))]
+
+
 def has_stepped(folder: pathlib.Path) -> bool:
     """Whether the metrics of a process have a step."""
     return (folder / log.METRICS).exists() and "train" in log.read(folder)
@@ -110,11 +105,8 @@ def has_stepped(folder: pathlib.Path) -> bool:
 
 def last_checkpoints(run: pathlib.Path, processes: int) -> list[int]:
     """The step of the last checkpoint of each process."""
-    folders = [run, *(run / f"process-{i}" for i in range(1, processes))]
-    return [
-        max(int(x.name) for x in folder.glob("checkpoints/*") if x.name.isdecimal())
-        for folder in folders
-    ]
+    folders = folders_of(run, processes)
+    return [max(steps_in(folder / CHECKPOINTS)) for folder in folders]
 
 
 def main() -> None:

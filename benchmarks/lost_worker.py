@@ -35,8 +35,8 @@ SPARE = 16  # CPU devices beside the one that trains
 ENDING_S = 180.0  # until all processes have ended after the last kill
 
 
-def parse(args: list[str] | None = None) -> argparse.Namespace:
-    words = parser(__doc__)
+def add_options(words: argparse.ArgumentParser) -> None:
+    """Adds the options of processes that are killed."""
     words.add_argument("--processes", type=int, default=3)
     words.add_argument("--minutes", type=float, default=5, help="of kills")
     words.add_argument("--seed", type=int, default=0, help="of the kills")
@@ -44,16 +44,25 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     words.add_argument("--every", type=float, default=20, help="seconds between kills")
     words.add_argument("--period", type=int, default=20, help="steps between exchanges")
     words.add_argument("--delay", type=int, default=10, help="steps until a target lands")
-    words.add_argument("--step-ms", type=float, default=50)
     words.add_argument("--heartbeat", type=int, default=5, help="seconds of silence")
+
+
+def checked(options: argparse.Namespace) -> argparse.Namespace:
+    """The options, of at least two processes."""
+    if options.processes < 2:
+        raise ValueError(f"--processes must be at least 2, got {options.processes}")
+    return options
+
+
+def parse(args: list[str] | None = None) -> argparse.Namespace:
+    words = parser(__doc__)
+    add_options(words)
+    words.add_argument("--step-ms", type=float, default=50)
     # Of a process that this program starts.
     words.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     words.add_argument("--address", help=argparse.SUPPRESS)
     words.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
-    options = words.parse_args(args)
-    if options.processes < 2:
-        raise ValueError(f"--processes must be at least 2, got {options.processes}")
-    return options
+    return checked(words.parse_args(args))
 
 
 # A worker

@@ -211,9 +211,9 @@ class PullsBeside:
 
         It waits for those in flight. In a loop that has ended they do not count.
         """
-        if self.crew is not None:
-            with contextlib.suppress(LoopEnded):
-                self.crew.wait_for_messages()
+        assert self.crew is not None
+        with contextlib.suppress(LoopEnded):
+            self.crew.wait_for_messages()
         return self.back(self.known(state))
 
     def known(self, state: ExchangeState) -> ExchangeState:
